@@ -1,10 +1,19 @@
 """Errors for the user (`UserError`: one line, exit status 2), checks of settings, and ends by a signal."""
 
+import errno
+import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+_FILE_SYSTEM = {
+    getattr(errno, name)
+    for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
+}
+"""Errors of the file system that a user can correct. Not ENOENT: this package checks files before it reads them."""
 
 
 class UserError(ValueError):
@@ -17,6 +26,20 @@ def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
+
+
+def explain_file_error(error: OSError) -> str | None:
+    """The line for a file that the system refuses; None for other errors, and for those without a file's name."""
+    if error.errno not in _FILE_SYSTEM or error.filename is None:
+        return None
+    path = os.fsdecode(error.filename)
+    return f"a run must read and write its files; {path}: {error.strerror}; correct that, or choose another path"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The question for the most similar of the names, and a space; empty if none is similar."""
+    nearest = get_close_matches(name, [*names], n=1)
+    return f"did you mean {nearest[0]}? " if nearest else ""
 
 
 def require_at_least(least: int, values: Mapping[str, int | None]) -> None:

@@ -1,12 +1,20 @@
 """One linear with its adapter against plain products in float64, forward and backward, at scalings other than 1."""
 
+import json
+from pathlib import Path
+
 import peft
 import pytest
 import torch
 from qerl_kernels import NVFP4Weight, dequantize_nvfp4, quantize_nvfp4
+from safetensors.torch import save_file
+from tiny_families import CONFIGS, OPTIONS, SIZES
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear
+from qerl_pl.errors import UserError
+from qerl_pl.modules import PolicyConfig
+from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, LoraSpec
 
 RANK, ROWS, COLUMNS, DROPPED = 4, 32, 48, 0.25
 
@@ -77,3 +85,28 @@ def test_an_adapter_that_is_off_adds_nothing(kind: str) -> None:
     linear.enable_adapters(False)
     x = torch.randn(5, COLUMNS, generator=torch.Generator().manual_seed(12))
     torch.testing.assert_close(linear(x).double(), x.double() @ weight.T + bias, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_linear_adapts_what_it_does_in_peft(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name](**SIZES | {"pad_token_id": 0} | OPTIONS[name])
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"), low_cpu_mem_usage=True)
+    spec = PolicyConfig(path=str(tmp_path), lora=LoraConfig(targets="all-linear")).lora_spec
+    assert spec == PolicyConfig(path=str(tmp_path)).lora_spec and spec is not None
+    assert {target.rpartition(".")[2] for target in adapted.targeted_module_names} == set(spec.targets)
+
+
+def test_all_linear_is_compared_with_the_adapter_that_training_starts_from(tmp_path: Path) -> None:
+    factors = {f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight": torch.ones(4, 2) for name in "qv"}
+    saved = {"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8, "target_modules": ["q", "v"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    save_file(factors, tmp_path / "adapter_model.safetensors")
+    null = PolicyConfig(adapter=str(tmp_path)).lora_spec
+    assert null is not None and null.targets == ("q", "v")
+    with pytest.raises(UserError, match=r"has targets q, v and model.policy.lora.targets is q_proj, k_proj, .*; leave"):
+        _ = PolicyConfig(adapter=str(tmp_path), lora=LoraConfig(targets="all-linear")).lora_spec
+    toy = PolicyConfig(lora=LoraConfig(rank=2, targets="all-linear")).lora_spec
+    assert toy is not None and (toy.rank, toy.targets) == (2, LoraSpec().targets)

@@ -22,6 +22,8 @@ LABELS = {"reward/mean": "reward", "policy/entropy": "entropy", "completions/len
 """Tags of a rollout's metrics, and how a terminal names them."""
 SFT_LABELS = {"val/loss": "loss", "val/mean_token_accuracy": "token accuracy"}
 """Tags of a validation in supervised fine-tuning, and how a log line names them."""
+WIDE, SHORT_BAR = 200, 10
+"""Columns of a terminal that has room for all that Lightning's bar shows, and of the bar itself on a narrower one."""
 
 
 def progress_bar() -> ProgressBar:
@@ -65,7 +67,10 @@ class TimeLeft:
 
 
 class RunBar(RichProgressBar):
-    """Lightning's bar with reward, entropy, completion length in tokens, greedy accuracy and the run's time left."""
+    """Lightning's bar with reward, entropy, completion length in tokens, greedy accuracy and the run's time left.
+
+    It is one line: a terminal below 200 columns shows the time left and as many metrics as it has room for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,6 +92,19 @@ class RunBar(RichProgressBar):
             self._left = self._time_left.text(pl_module)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
+    def configure_columns(self, trainer: Trainer) -> list[Any]:
+        """Columns beside the metrics: on a narrow terminal a short bar, and in training no times of the epoch."""
+        columns: list[Any] = super().configure_columns(trainer)
+        if get_console().width >= WIDE:
+            return columns
+        description, bar, batches, *times = columns
+        bar.bar_width = SHORT_BAR
+        return [description, bar, batches, *(() if trainer.state.fn == TrainerFn.FITTING else times)]
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        endless = self.trainer.max_epochs == -1  # as max_steps has it
+        return f"Epoch {current_epoch}" if endless else super()._get_train_description(current_epoch)
+
     def _stop_progress(self) -> None:
         with suppress(OSError):  # of a terminal that has gone: callbacks after this one save the run
             super()._stop_progress()
@@ -99,7 +117,21 @@ class RunBar(RichProgressBar):
             shown["length"] = f"{shown['length']:.0f}"
         shown |= held_out_metrics(metrics)
         shown |= {tag: value for tag, value in metrics.items() if not tag.startswith("val/")}
-        return shown | ({"run left": self._left} if self._left else {})
+        shown |= {"run left": self._left} if self._left else {}
+        return shown if get_console().width >= WIDE else self._fitting(shown, trainer.current_epoch)
+
+    def _fitting(self, shown: dict[str, Any], epoch: int) -> dict[str, Any]:
+        """The time left, and the first of the metrics that fit into the bar's line with it."""
+        batches = self.total_train_batches
+        fixed = (self._get_train_description(epoch), "-" * SHORT_BAR, f"{batches}/{batches}")
+        room = get_console().width - sum(len(text) + 1 for text in fixed)
+        fitting = set()
+        for name in sorted(shown, key=lambda name: name != "run left"):
+            value = shown[name]
+            text = value if isinstance(value, str) else format(value, self.theme.metrics_format)
+            if (room := room - len(f"{name}: {text} ")) >= -1:
+                fitting.add(name)
+        return {name: value for name, value in shown.items() if name in fitting}
 
 
 class RolloutLines(ProgressBar):

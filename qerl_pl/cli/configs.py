@@ -10,8 +10,7 @@ from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is 
     Namespace,
 )
 
-from qerl_pl.cli.error_messages import did_you_mean
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, did_you_mean
 from qerl_pl.persistence.atomic_files import atomic_write
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -25,9 +24,7 @@ class ConfigFile(ActionConfigFile):
     def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
         """Merge a file into the configuration; jsonargparse by itself replaces a dictionary."""
         earlier = cfg.get("rollout.rewards")
-        path = config_path(value)
-        if Path(path).is_file():
-            _check_keys(path)
+        path = check_config(value)
         ActionConfigFile.apply_config(parser, cfg, dest, path)
         rewards = cfg.get("rollout.rewards")
         if isinstance(earlier, dict) and isinstance(rewards, dict) and rewards:
@@ -48,10 +45,26 @@ def config_path(value: str) -> str:
     return str(_shipped(value))
 
 
+def check_config(value: str) -> str:
+    """The file that `-c VALUE` names, as `config_path`, with keys as a configuration has them.
+
+    Raises:
+        UserError: No file and no configuration has the name, or the file is no mapping of keys in YAML.
+    """
+    path = config_path(value)
+    if Path(path).is_file():
+        _check_keys(path)
+    return path
+
+
 def _check_keys(path: str) -> None:
-    """Refuse a file that is no YAML or has no keys, and a key that stands twice in a mapping: YAML keeps the last."""
+    """Refuse a file that is no YAML or has no keys, a key that stands twice, and a class's argument beside its name."""
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"a configuration is text in UTF-8; {path} holds {error.object[:40]!r}; save it as such"
+        ) from error
     except yaml.reader.ReaderError as error:
         raise UserError(
             f"a configuration is YAML, which is printable text; {path} has U+{error.character:04X} at character "
@@ -73,42 +86,45 @@ def _check_keys(path: str) -> None:
     while nodes:
         node = nodes.pop()
         if isinstance(node, yaml.MappingNode):
-            seen: set[str] = set()
-            for key, value in node.value:
-                if (name := str(key.value)) in seen:
-                    line = key.start_mark.line + 1
-                    raise UserError(
-                        f"a key stands once in a mapping; {path}, line {line} has {name} again; put the values of both "
-                        "under one"
-                    )
-                seen.add(name)
-                nodes.append(value)
+            _check_mapping(node, path)
+            nodes += [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
 
 
-def configs(args: list[str]) -> None:
+def _check_mapping(node: yaml.MappingNode, path: str) -> None:
+    """Refuse a key that stands twice, of which YAML keeps the last, and an argument of a class beside `class_path`."""
+    seen: set[str] = set()
+    is_class = any(key.value == "class_path" for key, _ in node.value)
+    for key, _ in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        if name in seen:
+            raise UserError(
+                f"a key stands once in a mapping; {path}, line {line} has {name} again; put the values of both "
+                "under one"
+            )
+        if is_class and name not in ("class_path", "init_args", "dict_kwargs"):
+            raise UserError(
+                f"arguments of a class stand under init_args; {path}, line {line} has {name} beside class_path; write "
+                f"init_args: {{{name}: ...}}"
+            )
+        seen.add(name)
+
+
+def configs(name: str | None = None, dst: str | None = None) -> None:
     """List the shipped configurations, or copy one.
 
     Args:
-        args: The command's arguments, a name and a destination, both optional.
+        name: Configuration to copy; null lists all.
+        dst: File or folder to copy it to; null is NAME.yaml here.
 
     Raises:
         UserError: There is no configuration of that name, or the destination exists.
     """
-    parser = ArgumentParser(
-        prog="qerl configs",
-        description="List the configurations that -c takes by name, or copy one to edit it.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    parser.add_argument("name", type=str, nargs="?", help="Configuration to copy. Without it all are listed.")
-    parser.add_argument("dst", type=Path, nargs="?", help="File or folder to copy it to. By default NAME.yaml here.")
-    given = parser.parse_args(args)
-    if given.name is None:
+    if name is None:
         _list()
     else:
-        _copy(given.name, given.dst)
+        _copy(name, None if dst is None else Path(dst))
 
 
 def _list() -> None:

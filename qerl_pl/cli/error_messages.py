@@ -1,11 +1,10 @@
 """One-line messages for user errors, with the nearest key for a misspelt one."""
 
-import errno
 import inspect
-import os
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pkgutil import resolve_name
@@ -22,7 +21,7 @@ from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.engines import RolloutEngine
-from qerl_pl.errors import UserError, chain_of_causes
+from qerl_pl.errors import UserError, chain_of_causes, explain_file_error
 from qerl_pl.modules import QeRLModule
 from qerl_pl.persistence.atomic_files import is_full_disk
 
@@ -45,33 +44,55 @@ _PARSING = (
 )
 """Errors that jsonargparse raises; any other cause comes from a user's module and keeps its traceback."""
 
-_FILE_SYSTEM = {
-    getattr(errno, name)
-    for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
-}
-"""Errors of the file system that a user can correct. Not ENOENT: this package checks files before it reads them."""
-
-
+_CALLBACKS = ("noise", "best", "checkpoint", "monitor", "completions", "summary", "report")
 _KEYS: dict[str, type | None] = {
     "model": QeRLModule,
     "data": PromptDataModule,
     "rollout": RolloutCallback,
     "trainer": Trainer,
-    **dict.fromkeys(("seed_everything", "resume", "ckpt_path", "config")),
-    **dict.fromkeys(("noise", "best", "checkpoint", "monitor", "completions", "summary", "report")),
+    **dict.fromkeys(("seed_everything", "resume", "ckpt_path", "config", "dry-run")),
+    **dict.fromkeys(_CALLBACKS),
 }
 """Top-level keys, and the classes whose arguments are the keys below them."""
+
+_ELSEWHERE = {
+    **dict.fromkeys(("lr", "learning_rate"), "model.optimizer.lr"),
+    "weight_decay": "model.optimizer.weight_decay",
+    **dict.fromkeys(("r", "lora_r", "lora_rank"), "model.policy.lora.rank"),
+    "lora_alpha": "model.policy.lora.alpha",
+    **dict.fromkeys(("target_modules", "lora_target_modules"), "model.policy.lora.targets"),
+    **dict.fromkeys(("model_name_or_path", "model_name"), "model.policy.path"),
+    "load_in_4bit": "model.policy.quantization",
+    **dict.fromkeys(("num_generations", "n"), "rollout.group_size"),
+    **dict.fromkeys(("max_completion_length", "max_new_tokens"), "rollout.sampling.max_tokens"),
+    **dict.fromkeys(("dataset", "dataset_name"), "data.path"),
+    **dict.fromkeys(("epochs", "num_train_epochs"), "trainer.max_epochs"),
+    "steps": "trainer.max_steps",
+    "output_dir": "trainer.default_root_dir",
+    "seed": "seed_everything",
+    "resume_from_checkpoint": "resume",
+}
+"""Last names of keys in other libraries, and the keys here."""
+
+_OF_CALLBACKS = {
+    **dict.fromkeys(("off", "none", "false", "no"), "write --{key} null"),
+    **dict.fromkeys(("on", "true", "yes"), "write --{key} {{}}"),
+}
+"""Words that are no settings of a callback, and the remedy."""
 
 _UNKNOWN_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|Subcommand '\w+' does not accept option '([\w.]+)'")
 _UNKNOWN_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted")
 _CLASS_PATH = re.compile(r"class_path[ =]'([\w.]+)'")
 _PARSER_KEY = re.compile(r'Parser key "([\w.]+)":')
 _GIVEN = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
-_EXPECTED = re.compile(r"Expected a (?:<class '(\w+)'>|typing\.Literal\[(.*)\])")
+_TYPED = re.compile(r"Given value: (.*)$", re.MULTILINE)
+"""A value as it stands on the command line or in a file."""
+_EXPECTED = re.compile(r"Expected a (?:<class '(?:collections\.abc\.)?(\w+)'>|typing\.Literal\[(.*)\])")
 _NOT_EXPECTED = re.compile(r"^ *- (?!Expected)", re.MULTILINE)
 """A reason other than a type, such as that of a class."""
 _TYPE_NAMES = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
-"""Names of scalar types in messages."""
+_TYPE_NAMES |= dict.fromkeys(("list", "tuple", "Sequence"), "a list") | {"dict": "a mapping of keys"}
+"""Names of plain types in messages."""
 _NO_OPTIMIZER = re.compile(r"\"model\.optimizer\".*Expected a dot import path string", re.DOTALL)
 _BARE_OPTIMIZER = re.compile(
     r"\"model\.optimizer\".*Dict must include a class_path and optionally init_args, but got "
@@ -125,14 +146,16 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     for cause in causes:
         if isinstance(cause, UserError):
             return _one_line(cause)
+        if isinstance(cause, SyntaxError):
+            where = f"{cause.filename}, line {cause.lineno}" if cause.lineno else cause.filename
+            return f"a file of Python must be in its syntax; {where}: {cause.msg}; correct it"
     if isinstance(error, jsonargparse.ArgumentError) and all(isinstance(cause, _PARSING) for cause in causes):
         return _parsing(error, argv, commands)
     for cause in causes:
         if isinstance(cause, MisconfigurationException | ModuleNotFoundError):
             return _with_own_keys(_one_line(cause))
-    if isinstance(error, OSError) and error.errno in _FILE_SYSTEM and error.filename is not None:
-        path = os.fsdecode(error.filename)
-        return f"a run must read and write its files; {path}: {error.strerror}; correct that, or choose another path"
+    if isinstance(error, OSError) and (line := explain_file_error(error)) is not None:
+        return line
     if any(map(is_full_disk, causes)):  # a write names no file
         return (
             f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and run the "
@@ -165,12 +188,9 @@ def _parsing(error: jsonargparse.ArgumentError, argv: list[str], commands: Colle
             "a reward is a class or a function, never null; rollout.rewards has null; leave it out, or write {} for "
             "rollout.rewards to drop those of earlier files"
         )
-    if argv and argv[0] in commands:
-        command = f"qerl {argv[0]}"
-    else:
-        given = argv[0] if argv and not argv[0].startswith("-") else "none"
-        meant = did_you_mean(given, commands)
-        return f"qerl takes a command first, one of {', '.join(sorted(commands))}; got {given}; {meant}see qerl --help"
+    command = f"qerl {next(word for word in argv if word in commands)}"
+    if of_callback := _callback_value(str(error)):
+        return of_callback
     if of_class := _unknown_argument(str(error), argv) or _wrong_type(str(error), argv):
         return f"{of_class}; see {command} --help"
     lines = [" ".join(line.split()).removeprefix("- ").rstrip(".") for line in str(error).splitlines()]
@@ -185,8 +205,11 @@ def _unknown_argument(message: str, argv: list[str]) -> str | None:
     option = _UNKNOWN_ARGUMENT.search(message)
     owners = _CLASS_PATH.findall(message[: option.start()])[-1:] or _CLASS_PATH.findall(message) if option else []
     owner = resolve_name(owners[0]) if owners else None
-    if option is None or not isinstance(owner, type) or not _PARSER_KEY.search(message):
+    key = _PARSER_KEY.search(message)
+    if option is None or not isinstance(owner, type) or key is None:
         return None
+    if option[1] == "class_path":  # of a mapping without init_args
+        return f"arguments of a class stand under init_args; {key[1]} has others beside class_path; move them there"
     arguments = _arguments(owner)
     nearest = " or ".join(get_close_matches(option[1], arguments))
     possible = f"did you mean {nearest}?" if nearest else f"its arguments are {', '.join(arguments)}"
@@ -197,7 +220,8 @@ def _unknown_argument(message: str, argv: list[str]) -> str | None:
 def _wrong_type(message: str, argv: list[str]) -> str | None:
     """The message for a key of a plain type that has another value; None for any other error."""
     keys = list(_PARSER_KEY.finditer(message))
-    given = _GIVEN.search(message, keys[-1].end()) if keys else None
+    start = keys[-1].end() if keys else len(message)
+    given = len(keys) == 1 and _TYPED.search(message, start) or _GIVEN.search(message, start)
     if given is None:
         return None
     tried = message[keys[-1].end() : given.start()]
@@ -205,12 +229,37 @@ def _wrong_type(message: str, argv: list[str]) -> str | None:
     if len(keys) == 1 and (tried.count("Expected") > len(expected) or _NOT_EXPECTED.search(tried)):
         return None  # a class, too
     named = [(name, choices) for name, choices in dict.fromkeys(expected) if choices or name in _TYPE_NAMES]
-    types = [f"one of {choices}".replace("'", "") if choices else _TYPE_NAMES[name] for name, choices in named]
+    types = [_TYPE_NAMES[name] if name else choices.replace("'", "") for name, choices in named]
+    types = [f"one of {choices}" if "," in choices else choices for choices in types]
     if not types or types == ["null"]:
         return None
     key = keys[0][1] if len(keys) == 1 else _written(keys[-1][1], message, argv)
     value = "null" if given[1] == "None" else given[1]
-    return f"{key} takes {' or '.join(types)}; got {value:.80}; correct it"
+    return f"{key} takes {' or '.join(dict.fromkeys(types))}; got {value:.80}; {_remedy(types, value)}"
+
+
+def _remedy(types: Collection[str], value: str) -> str:
+    """How to write a value that a type does not take."""
+    if "a list" in types and value != "null":
+        return f"write [{value.strip('[]'):.80}]"
+    with suppress(ValueError):
+        if "a whole number" in types and (number := float(value)).is_integer():
+            return f"write {number:.0f}"
+    return "correct it"
+
+
+def _callback_value(message: str) -> str | None:
+    """The message for a word in place of a callback's settings; None for any other error."""
+    key, given = _PARSER_KEY.search(message), _TYPED.search(message)
+    if key is None or given is None or key[1] not in _CALLBACKS:
+        return None
+    word = given[1].lower()
+    is_path = "/" in word or word.endswith(".ckpt")
+    if "Expected a dot import path string" not in message and not is_path:
+        return None  # a class that fails
+    remedy = "name a checkpoint by --resume" if is_path or key[1] in ("best", "checkpoint") else "set its keys, or null"
+    remedy = _OF_CALLBACKS.get(word, remedy).format(key=key[1])
+    return f"{key[1]} takes the settings of a callback, or null for none; got {given[1]:.80}; {remedy}"
 
 
 def _written(name: str, message: str, argv: list[str]) -> str:
@@ -258,17 +307,28 @@ def _hint(message: str) -> str | None:
 
 
 def _nearest_key(key: str) -> str | None:
-    """The key with its first unknown name replaced by the most similar; None if there is none."""
-    names, below = key.split("."), dict(_KEYS)
-    for index, name in enumerate(names):
-        if name not in below:
-            nearest = _nearest(name, below)
-            return None if nearest is None else ".".join([*names[:index], nearest, *names[index + 1 :]])
-        if (owner := below[name]) is None:
-            return None
-        kinds = _arguments(owner).items()
-        below = {name: kind if isinstance(kind, type) and is_dataclass(kind) else None for name, kind in kinds}
-    return None
+    """The key whose last name is the most similar, and of several the one that is most similar as a whole.
+
+    An argument of a class is below the nearest key of a class.
+    """
+    above, _, last = key.rpartition(".")
+    if last in _ELSEWHERE:
+        return _ELSEWHERE[last]
+    keys = _all_keys(_KEYS)
+    for name in get_close_matches(last, {one.rpartition(".")[2] for one in keys}, n=1, cutoff=0.7):
+        return get_close_matches(key, [one for one in keys if one.rpartition(".")[2] == name], n=1, cutoff=0.0)[0]
+    nearest = _nearest_key(above) if above else None
+    return None if nearest in (None, above) else f"{nearest}.{last}"
+
+
+def _all_keys(owners: dict[str, type | None]) -> list[str]:
+    """These keys, and those below them."""
+    keys = []
+    for key, owner in owners.items():
+        below = {} if owner is None else _arguments(owner)
+        groups = {name: kind if isinstance(kind, type) and is_dataclass(kind) else None for name, kind in below.items()}
+        keys += [key, *(f"{key}.{name}" for name in _all_keys(groups))]
+    return keys
 
 
 def _arguments(owner: type) -> dict[str, type | None]:
@@ -281,13 +341,3 @@ def _arguments(owner: type) -> dict[str, type | None]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break
     return arguments
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The question for the most similar of the names, and a space; empty if none is similar."""
-    nearest = _nearest(name, names)
-    return "" if nearest is None else f"did you mean {nearest}? "
-
-
-def _nearest(name: str, names: Iterable[str]) -> str | None:
-    return next(iter(get_close_matches(name, [*names], n=1)), None)

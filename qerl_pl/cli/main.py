@@ -30,6 +30,7 @@ from qerl_pl.callbacks import (
 )
 from qerl_pl.callbacks.loggers import SaveFitConfig
 from qerl_pl.callbacks.progress import progress_bar
+from qerl_pl.cli.commands import COMMAND_HELP, DESCRIPTION, USAGE_ERROR, answer, give_flags_values
 from qerl_pl.cli.config_checks import (
     ACCURACY,
     SFT_CALLBACKS,
@@ -38,7 +39,7 @@ from qerl_pl.cli.config_checks import (
     is_sft,
     sft_module,
 )
-from qerl_pl.cli.configs import ConfigFile, configs
+from qerl_pl.cli.configs import ConfigFile
 from qerl_pl.cli.dry_run import DryRun, describe
 from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export, take_adapter
@@ -85,13 +86,7 @@ def stop_at_once() -> Callback:
 
 log = logging.getLogger(__name__)
 
-COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize, "export": export, "configs": configs}
-
-DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and adaptive quantization noise.
-fit, validate and test take -c CONFIG.yaml, also several times (the later one overrides), and any key of it as
---key value, such as --rollout.group_size 16. Besides them: `qerl configs` (list the configurations that -c takes by
-name), `qerl quantize --help` (write a 4-bit checkpoint) and `qerl export --help` (write an adapter or merged weights).
-"""
+COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize, "export": export}
 
 CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null: no noise."),
@@ -125,8 +120,6 @@ DEFAULTS = {
 }
 """Defaults of the command line that differ from those of the classes: for models of billions of parameters on a GPU."""
 
-USAGE_ERROR = 2
-
 VALIDATE = "validate"
 """The command, and the folder under the run's for its curves, each time a new `version_N`."""
 
@@ -136,18 +129,25 @@ class QeRLCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None) -> None:
         self._only = _named_first(sys.argv[1:] if args is None else args)
-        super().__init__(
-            QeRLModule,
-            LightningDataModule,  # prompts, or conversations for supervised fine-tuning
-            subclass_mode_data=True,
-            seed_everything_default=0,
-            auto_configure_optimizers=False,
-            save_config_callback=SaveFitConfig,
-            save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
-            # No abbreviations: --model.lr would set model.lr_scheduler.
-            parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},
-            args=args,
-        )
+        self._new_folders: list[Path] = []
+        """Of the run, innermost first, that this process made."""
+        try:
+            super().__init__(
+                QeRLModule,
+                LightningDataModule,  # prompts, or conversations for supervised fine-tuning
+                subclass_mode_data=True,
+                seed_everything_default=0,
+                auto_configure_optimizers=False,
+                save_config_callback=SaveFitConfig,
+                save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
+                # No abbreviations: --model.lr would set model.lr_scheduler.
+                parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},
+                args=args,
+            )
+        finally:  # a run that is refused leaves no empty folders
+            for folder in self._new_folders:
+                with suppress(OSError):
+                    folder.rmdir()
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -201,13 +201,8 @@ class QeRLCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and set defaults that depend on other keys: the objective, the data's seed, the run's folder."""
-        try:
-            is_parsed = isinstance(args, dict | Namespace)
-            self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"a configuration is text in UTF-8; it holds {error.object[:40]!r}; save it as such"
-            ) from error
+        is_parsed = isinstance(args, dict | Namespace)
+        self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
         check_values(parser, self.config)
         command = self.config["subcommand"]
         config = self.config[command]
@@ -243,6 +238,7 @@ class QeRLCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
+        self._new_folders = [folder for folder in (Path(root), *Path(root).parents) if not folder.exists()]
         try:
             Path(root).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -250,6 +246,12 @@ class QeRLCLI(LightningCLI):
                 f"a run needs a folder; trainer.default_root_dir {root} cannot be made ({error.strerror}); "
                 "choose another"
             ) from error
+        for folder in (Path(root), Path(root) / FOLDER):  # before TensorBoard, whose thread fails at the process's end
+            if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
+                raise UserError(
+                    f"a run writes to its folder; {folder} is read-only; choose another trainer.default_root_dir, or "
+                    "allow it"
+                )
         kwargs["plugins"] = [*_listed(config["plugins"]), AtomicCheckpointIO()]
         self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
@@ -269,14 +271,12 @@ class QeRLCLI(LightningCLI):
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
         own = [] if self.subcommand == "fit" else [stop_at_once()]
+        callbacks = [*own, *self._callbacks(config)]
+        if config["enable_progress_bar"] is not False and not any(isinstance(one, ProgressBar) for one in callbacks):
+            callbacks.append(progress_bar())
         try:
-            callbacks = [*own, *self._callbacks(config)]
-            if config["enable_progress_bar"] is not False and not any(
-                isinstance(one, ProgressBar) for one in callbacks
-            ):
-                callbacks.append(progress_bar())
             return super().instantiate_trainer(**given, callbacks=callbacks)
-        except UserError:  # a callback's own, and a ValueError
+        except UserError:  # a ValueError, too
             raise
         except (RuntimeError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())
@@ -403,13 +403,12 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sys.path.insert(0, str(Path.cwd()))  # for a user's own reward or data module
     try:
-        if argv and argv[0] == "configs":  # auto_cli takes by position only what is required
-            configs(argv[1:])
+        if answer(argv):
             return 0
-        if argv and argv[0] in COMMANDS:
+        if argv[0] in COMMANDS:
             jsonargparse.auto_cli(
                 COMMANDS[argv[0]],
-                args=argv[1:],
+                args=give_flags_values(COMMANDS[argv[0]], argv[1:]),
                 as_positional=True,
                 exit_on_error=False,
                 allow_abbrev=False,
@@ -435,7 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint
         return 128 + signal.SIGTERM
     except Exception as error:  # a user's class may raise anything
-        line = explain(error, argv, {*COMMANDS, *QeRLCLI.subcommands()})
+        line = explain(error, argv, COMMAND_HELP)
         if line is None or os.environ.get("QERL_DEBUG") == "1":
             raise
         status, message = USAGE_ERROR, line

@@ -92,6 +92,11 @@ class PromptDataModule(ResumableDataModule):
 
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
+        if type(self) is PromptDataModule:
+            raise UserError(
+                "training needs rows; PromptDataModule has only sets to evaluate on; use qerl validate or qerl test, "
+                "or set data to a module that has some, such as TableDataModule"
+            )
         raise UserError(
             f"a data module returns its rows in train_rows; {type(self).__name__} has no such method; define it"
         )

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import peft
 from peft.tuners.lora import LoraLayer
@@ -91,14 +91,15 @@ class LoraConfig:
         rank: Rank r of the adapter's matrices A [r, in] and B [out, r]; 16 by default.
         alpha: The adapter adds alpha / rank * B A to a weight; 16 by default. A power-of-two ratio is exact in 16 bits.
         dropout: Probability of dropping an input of A in training.
-        targets: Names of the adapted linears within their layer; all projections by default.
+        targets: Names of the adapted linears within their layer; all projections by default, or with `all-linear`, as
+            PEFT has it.
         use_rslora: Add alpha / sqrt(rank) * B A instead (rank-stabilized LoRA); false by default.
     """
 
     rank: int | None = None
     alpha: float | None = None
     dropout: float = 0.0
-    targets: tuple[str, ...] | None = None
+    targets: tuple[str, ...] | Literal["all-linear"] | None = None
     use_rslora: bool | None = None
 
     def __post_init__(self) -> None:

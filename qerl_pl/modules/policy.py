@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least, require_one_of, require_type
-from qerl_pl.formats.architecture import check_family, find_family, logit_cap
+from qerl_pl.formats.architecture import PROJECTIONS, check_family, find_family, logit_cap
 from qerl_pl.formats.base import QUANTIZATIONS, Quantization, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -135,12 +135,16 @@ class PolicyConfig:
         """
         if self.finetune == "full":
             return None
-        if self.start is not None:
-            return self.start.spec(self.lora)
-        if self.path is None or self.lora.targets is not None:
-            return self.lora.spec(LoraSpec())
-        family = find_family(config_in_reach(self.path).get("model_type"))  # `base_folder` refuses an unknown one
-        return self.lora.spec(LoraSpec() if family is None else LoraSpec(targets=family.projections))
+        lora = self.lora
+        if lora.targets == "all-linear" or lora.targets is None and self.start is None:
+            lora = replace(lora, targets=self._all_linear())
+        return lora.spec(LoraSpec()) if self.start is None else self.start.spec(lora)
+
+    def _all_linear(self) -> tuple[str, ...]:
+        """Names of the model's linears, without the output layer."""
+        # `base_folder` refuses an unknown family
+        family = None if self.path is None else find_family(config_in_reach(self.path).get("model_type"))
+        return PROJECTIONS if family is None else family.projections
 
     @property
     def scaling(self) -> float:

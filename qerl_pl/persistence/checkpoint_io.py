@@ -152,7 +152,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             expected = digest_path(path).read_text(errors="replace").split()
         except (FileNotFoundError, IsADirectoryError) as error:
             raise DamagedCheckpoint(
-                f"a checkpoint is a file and its .sha256; {error.filename} is not a file; name another with --resume"
+                f"a checkpoint is a file and its .sha256; {error.filename} is not a file; {_remedy(path)}"
             ) from error
         try:
             digest = _digest(file)
@@ -167,6 +167,14 @@ def opened(path: Path) -> Iterator[BinaryIO]:
             )
         file.seek(0)
         yield file
+
+
+def _remedy(path: Path) -> str:
+    """What to name in place of a path that is no checkpoint."""
+    found = newest_checkpoint(path) or newest_checkpoint(path.parent) if path.is_dir() else None
+    if found is not None:
+        return f"name a file, such as {found}"
+    return "name another with --resume, or auto for the newest below trainer.default_root_dir"
 
 
 def _digest(file: BufferedReader) -> str:

@@ -1,0 +1,317 @@
+"""What `qerl` answers without PyTorch, where its output goes, and its lines about wrong words and files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentError
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qerl_pl.cli.commands import COMMAND_HELP, answered, give_flags_values
+from qerl_pl.cli.configs import check_config
+from qerl_pl.cli.error_messages import explain
+from qerl_pl.cli.export import export
+from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
+from qerl_pl.cli.quantize import quantize
+from qerl_pl.errors import UserError
+from qerl_pl.import_path import load_named
+from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO, verify
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`main` sets these; give them back."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+# Without PyTorch ------------------------------------------------------------------------------------------------------
+
+ANSWERS = {
+    "configs": (0, "quickstart "),
+    "configs dapo copy.yaml": (0, "wrote copy.yaml"),
+    "configs --help": (0, "usage: qerl configs [-h] [name] [dst]"),
+    "--help": (0, "    validate     Evaluate"),
+    "-h": (0, "    export       Write"),
+    "--version": (0, "qerl "),
+    "-V": (0, "qerl "),
+    "": (2, "got none; see qerl --help"),
+    "-c sft": (2, "got none; see qerl --help"),
+    "ft -c sft": (2, "got ft; did you mean fit? see"),
+    "train -c sft": (2, "got train; did you mean fit? see"),
+    "version": (2, "got version; did you mean --version? see"),
+    "--versoin": (2, "got --versoin; did you mean --version? see"),
+    "fit -c quickstrt": (2, "got quickstrt, which is neither; did you mean quickstart? `qerl configs`"),
+    "test --noise null --config eval": (2, "got eval, which is neither"),
+    "fit quickstart": (2, "qerl fit takes options; got quickstart; write -c quickstart, if it is"),
+    "configs dapo copy.yaml more": (2, "unrecognized arguments: more; see qerl configs --help"),
+    "configs --all": (2, "unrecognized arguments: --all; see qerl configs --help"),
+}
+PROGRAM = """
+import contextlib, io, json, sys
+from qerl_pl.__main__ import main
+found = {}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["qerl", *words.split()]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as error:
+        sys.stdout.fileno = sys.__stdout__.fileno
+        try:
+            status = main()
+        except SystemExit as end:
+            status = end.code
+    found[words] = status, out.getvalue() + error.getvalue()
+assert not {"torch", "lightning", "transformers", "numpy"} & sys.modules.keys(), "imported"
+print(json.dumps(found))
+"""
+
+
+def test_help_version_configurations_and_unknown_commands_import_no_pytorch(tmp_path: Path) -> None:
+
+    command = [sys.executable, "-c", PROGRAM, json.dumps(list(ANSWERS))]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+    found = json.loads(done.stdout)
+    for words, (status, text) in ANSWERS.items():
+        assert found[words][0] == status and text in found[words][1], (words, found[words])
+        assert status == 0 or found[words][1].startswith("qerl: ") and found[words][1].count("\n") == 1
+
+
+def test_every_command_has_its_line_of_help() -> None:
+    assert COMMAND_HELP.keys() == {"configs", *COMMANDS, *QeRLCLI.subcommands()}
+
+
+@pytest.mark.parametrize("words", ["fit", "-c gsm8k fit", "validate -c gsm8k", "export a b", "quantize --help"])
+def test_what_needs_pytorch_is_left_to_the_command_line(words: str) -> None:
+    assert answered(words.split()) is None
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["configs", "--help", "--version", "configs --help"])
+def test_a_reader_that_has_gone_ends_the_program_without_a_word(words: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [sys.executable, "-m", "qerl_pl", *words.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env=environment,
+        cwd=ROOT,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+FLAGS = {
+    "run dst --merge": "run dst --merge=true",
+    "--merge run dst": "--merge=true run dst",
+    "run dst --merge --checkpoint x.ckpt": "run dst --merge=true --checkpoint x.ckpt",
+    "run dst --merge true": "run dst --merge true",
+    "run dst --merge False": "run dst --merge False",
+    "run dst --merge=false": "run dst --merge=false",
+    "run dst --checkpoint x.ckpt": "run dst --checkpoint x.ckpt",
+}
+
+
+@pytest.mark.parametrize("words", FLAGS)
+def test_a_switch_needs_no_value(words: str) -> None:
+    assert " ".join(give_flags_values(export, words.split())) == FLAGS[words]
+
+
+def test_switches_of_other_commands_are_flags_too() -> None:
+    assert give_flags_values(quantize, ["a", "--power_of_two", "b"]) == ["a", "--power_of_two=true", "b"]
+
+
+# Lines ----------------------------------------------------------------------------------------------------------------
+
+NEAREST = {
+    "model.lr": "model.optimizer.lr",
+    "lr": "model.optimizer.lr",
+    "learning_rate": "model.optimizer.lr",
+    "model.policy.lora.r": "model.policy.lora.rank",
+    "lora.r": "model.policy.lora.rank",
+    "model.policy.lora.lora_alpha": "model.policy.lora.alpha",
+    "model.lora.rank": "model.policy.lora.rank",
+    "model.policy.lora.target_modules": "model.policy.lora.targets",
+    "max_steps": "trainer.max_steps",
+    "trainer.steps": "trainer.max_steps",
+    "batch_size": "data.batch_size",
+    "model.polcy.path": "model.policy.path",
+    "model.optimiser.lr": "model.optimizer.lr",
+    "num_generations": "rollout.group_size",
+    "rollout.temprature": "rollout.sampling.temperature",
+    "rollout.sampling.temprature": "rollout.sampling.temperature",
+    "sampling.max_tokens": "rollout.sampling.max_tokens",
+    "seed": "seed_everything",
+    "dry_run": "dry-run",
+    "resum": "resume",
+    "version": None,
+    "model.zzz": None,
+    "rollout.sampling.zzz": None,
+    "rollout.egnine.max_num_seqs": "rollout.engine.max_num_seqs",
+    "chekpoint.keep": "checkpoint.keep",
+}
+
+
+@pytest.mark.parametrize("key", NEAREST)
+def test_an_unknown_key_is_answered_with_the_nearest(key: str) -> None:
+    line = explain(ArgumentError(None, f"unrecognized arguments: --{key} 1"), ["fit"], COMMAND_HELP)
+    meant = f" did you mean {NEAREST[key]}?;" if NEAREST[key] else ""
+    assert line == f"unrecognized arguments: --{key} 1;{meant} see qerl fit --help"
+
+
+CLASSES = {
+    "model: {objective: {class_path: GRPO, beta: 0.1}}": "line 1 has beta beside",
+    "model:\n  optimizer:\n    class_path: torch.optim.AdamW\n    lr: 0.1": "line 4 has lr beside",
+    "rollout: {rewards: {format: {class_path: Format, weight: 0.3}}}": "has weight beside",
+    "rollout: {rewards: [{class_path: Format, init_args: {}, weight: 0.3}]}": "has weight beside",
+    "noise: {sigma_start: 0.1, class_path: AdaptiveQuantizationNoise}": "has sigma_start beside",
+    "trainer: {callbacks: [{class_path: CompletionLog, jsonl: true}]}": "has jsonl beside",
+    "data: {class_path: TableDataModule, path: x.jsonl, init_args: {batch_size: 4}}": "has path beside",
+}
+
+
+@pytest.mark.parametrize("text", CLASSES)
+def test_arguments_beside_the_name_of_a_class_are_told(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match="stand under init_args; .*mine.yaml, line ") as refused:
+        check_config(str(path))
+    assert CLASSES[text] in str(refused.value)
+    path.write_text("{a: {class_path: A, init_args: {class_path: B}, dict_kwargs: {c: 1}}, b: {init_args: {d: 1}}}")
+    assert check_config(str(path)) == str(path)
+
+
+CODE = {
+    "no colon": b"def reward(completions)\n    return [1.0]\n",
+    "an open bracket": b"def reward(completions):\n    return [1.0\n",
+    "no indentation": b"def reward(completions):\nreturn [1.0]\n",
+    "tabs and spaces": b"def reward(c):\n\tif c:\n        return [1.0]\n",
+    "another language": b"function reward() { return 1 }\n",
+    "not UTF-8": b"def reward(c):\n    return 'f\xfcr'\n",
+    "null bytes": b"def reward(c):\n    return '\0'\n",
+}
+
+
+@pytest.mark.parametrize("case", CODE)
+def test_a_file_of_python_that_does_not_parse_is_named(tmp_path: Path, case: str) -> None:
+    path = tmp_path / "mine.py"
+    path.write_bytes(CODE[case])
+    with pytest.raises(SyntaxError) as failed:
+        load_named(f"{path}:reward", "rule", "remedy", "reward")
+    wrapped = ArgumentError(None, "Problem with given class_path")
+    wrapped.__cause__ = failed.value
+    for error in (failed.value, wrapped):
+        line = explain(error, ["fit"], COMMAND_HELP)
+        assert line is not None and line.startswith("a file of Python must be in its syntax; ") and "\n" not in line
+        assert "mine.py" in line or case in ("not UTF-8", "null bytes")
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(list(args)) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+VALUES = {
+    "--noise off": "noise takes the settings of a callback, or null for none; got off; write --noise null",
+    "--report true": "got true; write --report {}",
+    "--checkpoint best": "got best; name a checkpoint by --resume",
+    "--best runs/a/best.ckpt": "got runs/a/best.ckpt; name a checkpoint by --resume",
+    "--noise gaussian": "got gaussian; set its keys, or null",
+    "--seed_everything 1e3": "or a whole number; got 1e3; write 1000; see",
+    "--trainer.max_steps 1e3": "trainer.max_steps takes a whole number; got 1000.0; write 1000; see",
+    "--rollout.sampling.stop END": "rollout.sampling.stop takes a list; got END; write [END]; see",
+    "--rollout.eval_sampling.stop END": "rollout.eval_sampling.stop takes a list or null; got END; write [END]; see",
+    "--model.policy.lora.targets q_proj,k_proj": "takes a list or all-linear or null; got q_proj,k_proj; write [q",
+    "--model.objective {class_path:GRPO,beta:0.1}": "model.objective has others beside class_path; move",
+    "--rollout.rewards.mine {file}:reward": "a file of Python must be in its syntax; {file}, line 1: ",
+}
+
+
+@pytest.mark.parametrize("words", VALUES)
+def test_a_wrong_value_is_answered_with_the_right_one(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_bytes(CODE["no colon"])
+    given = words.replace("{file}", str(path)).replace(":GRPO,beta:", ": GRPO, beta: ").split(" ", 1)
+    line = refusal(capsys, "fit", "-c", "quickstart", "--trainer.default_root_dir", str(tmp_path / "run"), *given)
+    assert VALUES[words].replace("{file}", str(path)) in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_configuration_without_training_rows_is_to_evaluate(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = refusal(
+        capsys, *("fit", "-c", "evaluate", "--trainer.default_root_dir", str(tmp_path / "run"), "--rollout.engine"),
+        *("TransformersEngine", "--trainer.accelerator", "cpu"),
+    )  # fmt: skip
+    assert "training needs rows; PromptDataModule has only sets to evaluate on; use qerl validate or qerl test" in line
+
+
+# Folders --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_to_resume_from_is_answered_with_its_newest_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    for step in (8, 16):
+        AtomicCheckpointIO().save_checkpoint({"qerl": {}}, run / "checkpoints" / f"step={step}.ckpt")
+    for folder in (run, run / "checkpoints", run / "adapter"):
+        with pytest.raises(UserError, match=f"{folder} is not a file; name a file, such as .*step=16.ckpt$"):
+            verify(folder)
+    for path in (tmp_path / "empty", tmp_path / "best", run / "checkpoints" / "step=32.ckpt"):
+        with pytest.raises(UserError, match=f"{path} is not a file; name another with --resume, or auto"):
+            verify(path)
+
+
+@pytest.mark.parametrize("made", ["", "runs/mine", "runs/mine/first"])
+def test_a_run_that_is_refused_leaves_no_folders_and_keeps_others(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, made: str
+) -> None:
+    (tmp_path / made).mkdir(parents=True, exist_ok=True)
+    before = [*tmp_path.rglob("*")]
+    run = tmp_path / "runs" / "mine" / "first"
+    refusal(capsys, "validate", "-c", "quickstart", "--trainer.default_root_dir", str(run), "--resume", "auto")
+    assert [*tmp_path.rglob("*")] == before
+
+
+@pytest.fixture
+def folder_of_another() -> Iterator[Path]:
+    """A run's folder in which this process may not write below `checkpoints`, and not at all after a chmod."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "checkpoints").mkdir()
+    (folder / "checkpoints").chmod(0o555)
+    folder.chmod(0o777)
+    yield folder
+    for path in (folder, folder / "checkpoints"):
+        path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("command", "below"), [("fit", ""), ("fit", "checkpoints"), ("validate", ""), ("test", ""), ("test", "checkpoints")]
+)
+def test_a_folder_that_takes_no_files_is_refused_before_anything_is_made(
+    capsys: pytest.CaptureFixture[str], folder_of_another: Path, command: str, below: str
+) -> None:
+    if not below:
+        folder_of_another.chmod(0o555)
+    root = os.getuid() == 0  # who may write everywhere, and here is nobody for a moment
+    if root:
+        os.setresuid(65534, 65534, 0)
+    try:
+        line = refusal(capsys, command, "-c", "quickstart", "--trainer.default_root_dir", str(folder_of_another))
+    finally:
+        if root:
+            os.setresuid(0, 0, 0)
+    assert f"a run writes to its folder; {folder_of_another / below} is read-only; choose another" in line
