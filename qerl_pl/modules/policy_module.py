@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, get_scheduler
 
 from qerl_pl.distributed.communicator import writes_files
+from qerl_pl.distributed.slurm import take_sigusr1
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least
@@ -37,7 +38,7 @@ from qerl_pl.memory import (
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start, refuse_mid_step
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import ChecksFirst, require_planned_end
@@ -235,12 +236,17 @@ class PolicyModule(LightningModule, ChecksFirst):
         return AutoTokenizer.from_pretrained(self.base_folder)
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse another precision and a run without an end."""
+        """Refuse another precision, a run without an end, and a checkpoint of the middle of a step."""
         if (precision := trainer.precision) not in ("32-true", "32", 32):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
+        refuse_mid_step(trainer.ckpt_path)
         if stage == "fit":
             require_planned_end(trainer)
+
+    def setup(self, stage: str) -> None:
+        """Leave SIGUSR1 of SLURM to callbacks, before Lightning takes it."""
+        take_sigusr1()
 
     def configure_model(self) -> None:
         """Load the policy, once."""

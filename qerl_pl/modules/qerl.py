@@ -116,6 +116,7 @@ class QeRLModule(PolicyModule):
 
     def setup(self, stage: str) -> None:
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
+        super().setup(stage)
         self._means.clear()
 
     def configure_model(self) -> None:
