@@ -98,6 +98,9 @@ class RolloutCallback(Callback, ChecksFirst):
         tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
             not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
         environment_workers: Most environments that are open at once, each in its process.
+        environment_variables: Names of variables that environments' processes get, such as that of an API key. They
+            inherit few others, and no tokens.
+        reset_patience: Seconds for which a `reset` that fails is repeated, at least three times; 0 repeats none.
     """
 
     fills_batches = True
@@ -128,6 +131,8 @@ class RolloutCallback(Callback, ChecksFirst):
         tool_time_limit: float = 30.0,
         tool_wait: float = 10.0,
         environment_workers: int = 256,
+        environment_variables: list[str] | None = None,
+        reset_patience: float = 300.0,
     ) -> None:
         scored_by = with_environment_reward(as_rewards(rewards), environment is not None, environment_weight)
         self.environment = environment
@@ -136,7 +141,13 @@ class RolloutCallback(Callback, ChecksFirst):
         )
         self._pool: EnvironmentPool | None = None
         if environment is not None:
-            self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
+            self._pool = EnvironmentPool(
+                environment,
+                tool_time_limit,
+                environment_workers,
+                variables=environment_variables or (),
+                patience=reset_patience,
+            )
         self._dialogues: DialogueSampler | None = None
         self._dialogue_data: PromptDataModule | None = None
         self.config = CollectorConfig(

@@ -75,6 +75,10 @@ class OpenEnv:
         """The sum of the rewards of the episode's steps."""
         return self._reward
 
+    def close(self) -> None:
+        """Close the environment, or the session at its server."""
+        self._world.close()
+
     def _act(self, **action: Any) -> str:
         if self.dialogue_done:
             raise ValueError("the episode is over")
@@ -118,6 +122,10 @@ class _Local:
             kind = self.action
         return self._result(self.environment.step(kind(**action)))
 
+    def close(self) -> None:
+        """Call the environment's own `close`, if it has one."""
+        getattr(self.environment, "close", lambda: None)()
+
     def _result(self, observation: Any) -> tuple[dict[str, Any], Any, bool]:
         shown = observation.model_dump(mode="json", exclude=_NOT_SHOWN)
         return shown, observation.reward, bool(observation.done)
@@ -148,6 +156,10 @@ class _Server:
     def step(self, action: Mapping[str, Any]) -> tuple[dict[str, Any], Any, bool]:
         """The observation's fields, the reward, and whether the episode is over."""
         return self._result(self.client.step(dict(action)))
+
+    def close(self) -> None:
+        """End the session."""
+        self.client.close()
 
     def _result(self, result: Any) -> tuple[dict[str, Any], Any, bool]:
         shown = {name: value for name, value in result.observation.items() if name not in _NOT_SHOWN}
