@@ -78,7 +78,7 @@ def require_type(kind: type, values: Mapping[str, object], remedy: str) -> None:
 
 
 class Preempted(Exception):
-    """SIGTERM, SIGINT or SIGHUP stopped the run, after its state was saved in `checkpoint`."""
+    """SIGTERM, SIGINT, SIGHUP or SLURM's SIGUSR1 stopped the run, after its state was saved in `checkpoint`."""
 
     def __init__(self, signal_number: int, checkpoint: Path) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
@@ -87,7 +87,7 @@ class Preempted(Exception):
 
 
 class Stopped(SystemExit):
-    """SIGTERM, SIGINT or SIGHUP stopped an evaluation at once.
+    """SIGTERM, SIGINT, SIGHUP or SLURM's SIGUSR1 stopped an evaluation at once.
 
     Not an `Exception`, which would be blamed on a user's reward.
     """
@@ -101,10 +101,16 @@ class Stopped(SystemExit):
         return f"stopped by {signal.Signals(self.signal_number).name}"
 
 
+def sigusr1_as_sigterm(number: int, frame: FrameType | None) -> None:
+    """Handle SIGUSR1, by which SLURM announces a time limit, as SIGTERM."""
+    signal.raise_signal(signal.SIGTERM)
+
+
 class StopSignals:
     """Installs a handler of SIGTERM, SIGINT and SIGHUP until the previous handlers are restored.
 
-    SIGHUP, the end of a terminal or of an ssh connection, stays ignored where it is, as under nohup.
+    SIGHUP, the end of a terminal or of an ssh connection, stays ignored where it is, as under nohup. SIGUSR1 is handled
+    too where it is handled as SIGTERM.
 
     Args:
         handler: Called with the signal's number and the interrupted frame.
@@ -116,7 +122,8 @@ class StopSignals:
 
     def take(self) -> None:
         """Install the handler; repeated calls change nothing."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        requeues = signal.getsignal(signal.SIGUSR1) is sigusr1_as_sigterm
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *([signal.SIGUSR1] if requeues else [])):
             ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if number not in self._previous and not ignored:
                 self._previous[number] = signal.signal(number, self._handler)

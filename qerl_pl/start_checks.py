@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from qerl_pl.distributed.communicator import planned_ranks
+from qerl_pl.distributed.slurm import check_world
 from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import UserError
 
@@ -136,11 +137,13 @@ def check_intervals(trainer: Trainer, batches: int) -> None:
 
 
 def check_strategy(trainer: Trainer) -> None:
-    """Refuse strategies that shard the trained weights, and strategies of several devices on a single one.
+    """Refuse strategies that shard the trained weights, strategies of several devices on a single one, and other
+    numbers of processes than devices.
 
     Raises:
-        UserError: The trainer has such a strategy.
+        UserError: The trainer has such a strategy, or SLURM or torchrun has started such a number.
     """
+    check_world(trainer)
     world_size, strategy = planned_ranks(trainer), trainer.strategy
     if type(strategy) is not DDPStrategy if world_size > 1 else not isinstance(strategy, SingleDeviceStrategy):
         raise UserError(

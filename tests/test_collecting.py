@@ -241,6 +241,38 @@ def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
     assert not caplog.text
 
 
+@pytest.mark.parametrize(
+    ("given", "missing", "std"),
+    [
+        ({"first": [None]}, ["first"], math.nan),
+        ({"first": [None], "second": [0.0, 1.0]}, ["first"], math.sqrt(2 / 7)),
+        ({"first": [None], "second": [None]}, ["first", "second"], math.nan),
+        ({"first": [None] * 7 + [1.0]}, [], math.nan),
+        ({"first": [1.0], "second": [None, 1.0]}, [], math.sqrt(2 / 7)),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_a_reward_that_is_none_everywhere_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, given: dict[str, list[float | None]], missing: list[str], std: float
+) -> None:
+    class Given(Even):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
+            values = given[self.name]
+            return (values * len(samples))[: len(samples)]
+
+    policy, collector = Watched(), collector_of(Scripted(), rewards=[Given(name) for name in given])
+    for version in (4, 5):
+        found = collector.collect(PROMPTS[:2], policy.weights(version), policy, nobody)
+    warned = [record.getMessage() for record in caplog.records if " is None for all 8 " in record.getMessage()]
+    assert sorted(text.split()[1] for text in warned) == missing
+    assert all(f"completions of rollout 4, the first of them of row {PROMPTS[0].id}: " in text for text in warned)
+    assert {name for name in given if f"reward/{name}" in found.metrics} == given.keys() - missing
+    assert found.metrics["reward/std"] == pytest.approx(std, nan_ok=True)
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_completions_that_are_all_truncated_and_masked_are_told_of(
     masked: bool, caplog: pytest.LogCaptureFixture

@@ -1,5 +1,7 @@
 """Rollouts and evaluations of dialogues: log-probabilities, limits, seeds, rewards, samples that are kept."""
 
+import itertools
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -372,6 +374,45 @@ def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() ->
     assert found.dialogue is not None and found.dialogue.failed_calls == 2
     assert [message["role"] for message in found.dialogue.messages] == ["assistant", "tool"] * 2
     assert {message.get("name") for message in found.dialogue.messages[1::2]} == {"unknown"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "warnings"),
+    [
+        (
+            [("Error: ValueError: first", True), ("Error: ValueError: second", True)],
+            ["Error: ValueError: first; correct"],
+        ),
+        ([("Error: KeyError: 'GAME_KEY'", True)], ["workers get few variables: name GAME_KEY in rollout.environment_"]),
+        (
+            [("Error: ended after its time limit of 1 s", True)],
+            ["Error: ended after its time limit of 1 s; correct it"],
+        ),
+        ([("Error: ValueError: once", True), ("higher", False)], []),
+        ([("Error: wrong arguments", False)], []),
+        ([("higher", False)], []),
+    ],
+)
+def test_a_tool_whose_every_call_raises_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[tuple[str, bool]],
+    warnings: list[str],
+) -> None:
+    monkeypatch.setenv("GAME_KEY", "s5")
+    given = itertools.cycle(answers)
+
+    class Raising(Game):
+        def called(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+            text, raised = next(given)
+            return ToolAnswer(text, text.startswith("Error"), 0.0, raised=raised)
+
+    sampler = sampler_of(LocalPool(Raising, threads=1))
+    with caplog.at_level(logging.WARNING, logger="qerl_pl"):
+        for prompt in PROMPTS[:3]:
+            sampler.sample(Playing(7), [DialogueJob(prompt, 0)], SAMPLING, 7)  # type: ignore[arg-type]
+    found = [record.getMessage() for record in caplog.records if "every call of guess failed" in record.getMessage()]
+    assert len(found) == len(warnings) and all(text in found[0] for text in warnings)
 
 
 def test_an_engine_that_takes_turns_as_they_are_ready_waits_for_no_tool() -> None:

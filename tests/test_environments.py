@@ -435,7 +435,7 @@ def test_the_module_of_an_environment_may_fail(tmp_path: Path) -> None:
 
 
 def test_reset_and_get_reward_must_not_fail() -> None:
-    pool = EnvironmentPool(FailsToReset, time_limit=3.0)
+    pool = EnvironmentPool(FailsToReset, time_limit=3.0, patience=0.0)
     for secret, message in enumerate(
         (
             "must not fail in reset; FailsToReset: KeyError: 'secret'; correct it",

@@ -23,7 +23,9 @@ TIMED_OUT = f"Error: ended after its time limit of {LIMIT_S:g} s"
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnvironmentPool]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LEFT", str(tmp_path_factory.mktemp("left") / "pid"))
-        pool = EnvironmentPool("hostile_environment.Hostile", LIMIT_S, max_chars=CHARS, memory_gib=1.0)
+        pool = EnvironmentPool(
+            "hostile_environment.Hostile", LIMIT_S, max_chars=CHARS, memory_gib=1.0, variables=["LEFT"]
+        )
         pool.check()
         yield pool
         pool.close()

@@ -18,7 +18,7 @@ from test_killed import in_a_fork
 
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import GSM8KAnswer, JudgeReward, RewardSample, score
-from qerl_pl.rewards.judge import PARSER, _Replies
+from qerl_pl.rewards.judge import PARSER, _Endpoint, _Replies
 
 KEY = "sk-secret-5b1d"
 
@@ -518,3 +518,56 @@ def test_a_column_that_a_row_lacks_is_named() -> None:
 
 def test_the_default_parser_has_one_group_that_the_default_rubric_asks_for() -> None:
     assert "Score: N" in JudgeReward("http://localhost", "grader").template and PARSER.count("(10") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "named", "variable"),
+    [
+        ("https://api.openai.com/v1", None, "OPENAI_API_KEY"),
+        ("https://eu.api.OpenAI.com/v1", None, "OPENAI_API_KEY"),
+        ("http://127.0.0.1:8000/v1", None, "OPENAI_API_KEY"),
+        ("http://[::1]:8000/v1", None, "OPENAI_API_KEY"),
+        ("http://api.openai.com/v1", None, None),
+        ("https://api.openai.com@judge.example/v1", None, None),
+        ("https://api-openai.com/v1", None, None),
+        ("https://openai.com.judge.example/v1", None, None),
+        ("http://gpu-7:8000/v1", None, None),
+        ("https://judge.example/v1", "MY_KEY", "MY_KEY"),
+        ("http://localhost:8000/v1", "MY_KEY", "MY_KEY"),
+        ("http://gpu-7:8000/v1", "NOT_SET", "NOT_SET"),
+    ],
+)
+def test_a_key_goes_to_its_own_host(
+    monkeypatch: pytest.MonkeyPatch, url: str, named: str | None, variable: str | None
+) -> None:
+    for name in ("OPENAI_API_KEY", "MY_KEY"):
+        monkeypatch.setenv(name, KEY)
+    endpoint = _Endpoint(JudgeReward(url, "grader", api_key_env=named))
+    sent = endpoint._client.headers.get("Authorization")
+    assert endpoint._variable == variable and sent == (f"Bearer {KEY}" if variable not in (None, "NOT_SET") else None)
+
+
+@pytest.mark.parametrize(
+    ("url", "named", "message"),
+    [
+        ("http://judge.example/v1", "MY_KEY", "JudgeReward.url is http to judge.example, with the key in MY_KEY; use"),
+        ("http://10.0.0.5:8000/v1", "MY_KEY", "is http to 10.0.0.5, with"),
+        ("http://localhost@judge.example/v1", "MY_KEY", "is http to judge.example, with"),
+        ("http://localhost.judge.example", "MY_KEY", "is http to localhost.judge.example, with"),
+        ("http://api.openai.com/v1", "OPENAI_API_KEY", "is http to api.openai.com, with the key in OPENAI_API_KEY"),
+        ("https://judge.example/v1", "sk-1234", "api_key_env names a variable; got other text; set the variable"),
+    ],
+)
+def test_a_key_is_not_sent_in_the_clear(monkeypatch: pytest.MonkeyPatch, url: str, named: str, message: str) -> None:
+    for name in ("OPENAI_API_KEY", "MY_KEY"):
+        monkeypatch.setenv(name, KEY)
+    with pytest.raises(UserError, match=message) as raised:
+        JudgeReward(url, "grader", api_key_env=named)
+    assert KEY not in str(raised.value) and "1234" not in str(raised.value)
+
+
+def test_a_password_of_the_url_is_in_no_message(serve: Callable[..., Server]) -> None:
+    server = serve(lambda number, prompt: (404, "no"))
+    with pytest.raises(UserError) as raised:
+        score([JudgeReward(server.url.replace("//", "//me:hunter2@"), "grader")], samples("a"))
+    assert "hunter2" not in str(raised.value) and f"; {server.url}/chat" in str(raised.value)

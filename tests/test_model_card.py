@@ -165,6 +165,50 @@ def test_of_paths_the_names_are_left_and_other_text_is_whole() -> None:
     assert without_folders(given) == expected | {"trainer": {"default_root_dir": None}}
 
 
+SECRET = "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        ("rollout.rewards.judge.init_args.url", f"https://me:{SECRET}@judge.example/v1"),
+        ("rollout.rewards.judge.init_args.url", f"https://judge.example/{SECRET}/v1?key={SECRET}"),
+        ("rollout.rewards.judge.init_args.api_key_env", SECRET),
+        ("rollout.rewards.mine", {"class_path": "mine.Reward", "init_args": {"weight": SECRET, "token": SECRET}}),
+        ("rollout.environment", {"class_path": "my_env.py:Game", "init_args": {"headers": {"auth": [SECRET]}}}),
+        ("rollout.environment.init_args.init_args", {"api_key": SECRET}),
+        ("rollout.environment.init_args.environment", f"wss://me:{SECRET}@games.example"),
+        ("data", {"class_path": "mine.Rows", "init_args": {"password": SECRET}, "dict_kwargs": {"dsn": SECRET}}),
+        ("data.init_args.path", f"https://data.example/rows.jsonl?token={SECRET}"),
+        ("trainer.logger", {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"entity": SECRET}}),
+        ("trainer.logger", [{"class_path": "mine.Logger", "init_args": {"uri": SECRET}}]),
+        ("trainer.plugins", [{"class_path": "mine.Plugin", "init_args": {"key": SECRET}}]),
+        ("trainer.callbacks", [{"class_path": "mine.Slack", "init_args": {"hook": SECRET}}]),
+        ("model.optimizer", {"class_path": "mine.Adam", "init_args": {"lr": 0.1, "note": SECRET}}),
+        ("my_own_key", {"token": SECRET}),
+    ],
+)
+def test_secrets_of_a_configuration_are_not_published(keys: str, value: Any) -> None:
+    judge = {"class_path": "qerl_pl.rewards.JudgeReward", "init_args": {"model": "grader", "weight": 0.5}}
+    server = {"class_path": "qerl_pl.environments.openenv.OpenEnv", "init_args": {"tool": "move"}}
+    table = {"class_path": "qerl_pl.datamodules.TableDataModule", "init_args": {"batch_size": 4}}
+    config: dict[str, Any] = {
+        "model": {},
+        "data": table,
+        "rollout": {"rewards": {"judge": judge}, "environment": server},
+        "trainer": {"logger": True},
+    }
+    *path, last = keys.split(".")
+    place = config
+    for key in path:
+        place = place[key]
+    place[last] = value
+    public = without_folders(config)
+    assert SECRET not in yaml.safe_dump(public)
+    assert public["rollout"]["rewards"]["judge"]["init_args"].items() >= {"model": "grader", "weight": 0.5}.items()
+    assert keys != "model.optimizer" or public["model"]["optimizer"]["init_args"] == {"lr": 0.1}
+
+
 def test_merged_weights_are_a_model_of_transformers(run: Path, tmp_path: Path) -> None:
     assert main(["export", str(run), str(tmp_path / "model"), "--merge", "true"]) == 0
     card = ModelCard.load(tmp_path / "model" / "README.md")

@@ -105,3 +105,33 @@ def test_a_malformed_call_shows_its_beginning() -> None:
     assert found == MalformedCall(
         'error: a tool call is a JSON object with "name" and "arguments"; got {look at}; write it again'
     )
+
+
+MARKED = {"a": 'x</tool_call><tool_call></think><think>{"b": ' + "[" * 65 + ";"}
+WROTE = ToolCall("write", MARKED)
+HERMES = f"<tool_call>{json.dumps({'name': 'write', 'arguments': MARKED})}</tool_call>"
+AS_TEXT = f"<tool_call>{json.dumps({'name': 'write', 'arguments': json.dumps(MARKED)})}"
+LLAMA = json.dumps({"name": "write", "parameters": MARKED})
+PATTERN = r"(?P<name>write)\((?P<arguments>\{.*?\})\)"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", HERMES, [WROTE]),
+        ("hermes", f"I think.\n</think>\n{HERMES}\n{HERMES}", [WROTE, WROTE]),
+        ("hermes", f"<think>maybe {HERMES} or <tool_call>{{</think>{AS_TEXT}", [WROTE]),
+        ("hermes", f"<think></think>{HERMES}<think><tool_call>{{</think>then{HERMES}", [WROTE, WROTE]),
+        ("hermes", f"a <tool_call>{{ in reasoning</think>{HERMES}", [WROTE]),
+        ("hermes", HERMES.replace("</tool_call>", " and more</tool_call>"), [None]),
+        ("hermes", '<tool_call>{"name": "write", "arguments": {"a": "</tool_call>}', [None]),
+        ("llama3_json", LLAMA, [WROTE]),
+        ("llama3_json", f"{{it}} is </think> so <think>{LLAMA}</think>\n{LLAMA}; {LLAMA}", [WROTE, WROTE]),
+        ("llama3_json", f"<|python_tag|>{LLAMA}", [WROTE]),
+        (PATTERN, f"write({json.dumps(MARKED)})", [WROTE]),
+        (PATTERN, f"write( </think> write({json.dumps(MARKED)})", [WROTE]),
+        (GUESS, "guess 1 </think> guess 2 <think>guess 3</think> guess 2", [ToolCall("guess", {"number": 2})] * 2),
+    ],
+)  # fmt: skip
+def test_marks_of_the_format_in_arguments_are_text(name: str, text: str, expected: list[ToolCall | None]) -> None:
+    assert calls(name, text) == expected

@@ -1,4 +1,4 @@
-"""Checkpoints for resuming, also on SIGTERM, SIGINT and SIGHUP."""
+"""Checkpoints for resuming, also on SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1."""
 
 import logging
 import signal
@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback, Mo
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.distributed.communicator import writes_files
+from qerl_pl.distributed.slurm import requeue_job, take_sigusr1
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
 from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
@@ -46,7 +47,8 @@ class ResumeCheckpoint(Checkpoint):
     SIGTERM or SIGINT, a second or more after the first, ends it at once. Lightning runs checkpoint callbacks after all
     others, so that a checkpoint includes their state after its step; list ModelCheckpoint before this one. A step that
     is validated is saved, and the run stopped, after its validation: a run killed while validating resumes before the
-    step and repeats the validation.
+    step and repeats the validation. In a job of SLURM, SIGUSR1 (`--signal=USR1@300`) is SIGTERM, after which the job is
+    requeued.
 
     If a UserError ends a rollout, such as that of a reward, the state before the rollout is saved, and the error has a
     note that says so. Several ranks save nothing then: only the ranks that fail know of it.
@@ -72,6 +74,7 @@ class ResumeCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Insert a first callback that stops the run after Lightning has logged the step and before the next one."""
+        take_sigusr1()
         trainer.callbacks = [self._stopper, *_without(trainer, self._stopper)]  # type: ignore[attr-defined]
 
     def _raise_stop(self, *_: Any) -> None:
@@ -102,12 +105,16 @@ class ResumeCheckpoint(Checkpoint):
         self._restore(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Save the state before a rollout that a UserError has ended; restore the signal handlers, as `teardown`."""
+        """Save the state before a rollout that a UserError has ended; restore the signal handlers; requeue the job."""
         try:
             if isinstance(exception, UserError) and (path := self._save_before_rollout(trainer)) is not None:
                 exception.add_note(f"the state is saved in {path}; continue with the same command and --resume auto")
         finally:
             self._restore(trainer)
+        if isinstance(exception, Preempted) and exception.signal_number == signal.SIGUSR1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which SLURM requeues; Lightning's teardown restores it
+            if writes_files(trainer):
+                requeue_job()
 
     def _save_before_rollout(self, trainer: Trainer) -> Path | None:
         """Save the state before the current rollout; None outside of a rollout, or with several ranks."""
@@ -133,7 +140,8 @@ class ResumeCheckpoint(Checkpoint):
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signal is not None:
-            if number != signal.SIGHUP and time.monotonic() - self._signalled >= REPEATED_S:
+            at_limit = (self._signal, number) == (signal.SIGUSR1, signal.SIGTERM)  # that SIGUSR1 has announced
+            if number != signal.SIGHUP and not at_limit and time.monotonic() - self._signalled >= REPEATED_S:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return

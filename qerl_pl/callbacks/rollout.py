@@ -93,6 +93,9 @@ class RolloutCallback(Callback, ChecksFirst):
         tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
             not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
         environment_workers: Most environments that are open at once, each in its process.
+        environment_variables: Names of variables that environments' processes get, such as that of an API key. They
+            inherit few others, and no tokens.
+        reset_patience: Seconds for which a `reset` that fails is repeated, at least three times; 0 repeats none.
     """
 
     fills_batches = True
@@ -121,6 +124,8 @@ class RolloutCallback(Callback, ChecksFirst):
         tool_time_limit: float = 30.0,
         tool_wait: float = 10.0,
         environment_workers: int = 256,
+        environment_variables: list[str] | None = None,
+        reset_patience: float = 300.0,
     ) -> None:
         check_types(engine, sampling, eval_sampling, extra_eval_sampling)
         require_one_of(get_args(Aggregation), "rollout.multi_objective_aggregation", multi_objective_aggregation)
@@ -133,10 +138,17 @@ class RolloutCallback(Callback, ChecksFirst):
         if environment is None:
             of_dialogues = asdict(self.dialogue_config) | {"environment_workers": environment_workers}
             of_dialogues |= {"environment_weight": environment_weight, "tool_time_limit": tool_time_limit}
+            of_dialogues |= {"environment_variables": environment_variables, "reset_patience": reset_patience}
             del of_dialogues["workers"]
             warn_of_unused(RolloutCallback, "rollout", "rollout.environment", of_dialogues)
         else:
-            self._pool = EnvironmentPool(environment, tool_time_limit, environment_workers)
+            self._pool = EnvironmentPool(
+                environment,
+                tool_time_limit,
+                environment_workers,
+                variables=environment_variables or (),
+                patience=reset_patience,
+            )
         self._dialogues: DialogueSampler | None = None
         self._dialogues_of: tuple[Any, ...] = ()
         """Tokenizer and data of the dialogues."""

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import OptimizerCallable
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import ConversationDataModule
+from qerl_pl.distributed.slurm import check_tasks
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
@@ -32,12 +33,13 @@ SFT_BEST = {"monitor": "val/loss", "mode": "min", "filename": "best-{step}"}
 
 
 def check_values(parser: ArgumentParser, config: Namespace) -> None:
-    """Refuse null, as which YAML reads an empty value, for keys that do not take it.
+    """Refuse null, as which YAML reads an empty value, for keys that do not take it, and tasks that no key fits.
 
     Raises:
         ArgumentError: A key has null for a value.
-        UserError: A key with keys of its own has another value.
+        UserError: A key with keys of its own has another value, or SLURM's tasks are not given by node.
     """
+    check_tasks()
     run = config[config["subcommand"]]
     for key, kind in {"model": QeRLModule, "rollout": RolloutCallback, "trainer": Trainer}.items():
         _check_group(kind, run[key], key)

@@ -29,6 +29,16 @@ _TEXTS = ("system_prompt", "template")
 """Keys of prompts, which may look like paths: /no_think Answer in <answer></answer>."""
 _TAGS = {QeRLModule.kind: "reinforcement-learning", SFTModule.kind: "sft"}
 _OF_THIS_MACHINE = {"resume": None, "ckpt_path": None}
+_KEYS = (
+    *("seed_everything", "model", "data", "rollout", "trainer", "noise", "best", "checkpoint", "monitor"),
+    *("completions", "summary", "report", "dry_run", "weights_only"),
+)
+"""Keys of a configuration that are published."""
+_PACKAGES = ("qerl_pl.", "torch.", "lightning.pytorch.callbacks.", "transformers.", "bitsandbytes.")
+"""Packages of classes whose arguments are published; of others only numbers of `_NUMBERS` are."""
+_NUMBERS = ("weight", "lr", "betas", "eps", "weight_decay", "momentum")
+_PRIVATE = ("api_key_env", "cache")
+_URL = re.compile(r"(?<!\bhf)://")
 _NOISE, _ROLLOUT = "AdaptiveQuantizationNoise", "RolloutCallback"
 
 
@@ -46,13 +56,14 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
         kind: The training, `reinforcement learning` or `supervised fine-tuning`.
     """
     path = run / "config.yaml"
-    config = without_folders(yaml.safe_load(path.read_bytes())) if path.is_file() else {}
+    given = yaml.safe_load(path.read_bytes()) if path.is_file() else {}
+    config = without_folders(given) if given else {}
     if config:
         (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
     if (run / PLOT).is_file():
         shutil.copyfile(run / PLOT, folder / PLOT)
     is_adapter = not merged and not policy.full_finetuning
-    data = _metadata(policy.config, config, is_adapter, kind)
+    data = _metadata(policy.config, given, is_adapter, kind)
     sections = [
         _introduction(policy.config, config, is_adapter, f"{steps} {STEP[kind]} of {kind}"),
         _curves(run, steps),
@@ -64,23 +75,43 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
 
 
 def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's configuration for publication: of absolute paths the last name, and no run folder."""
+    """A run's configuration for publication, without folders and secrets.
+
+    Of absolute paths the last name is left, of a URL the word URL, of another package's class its name. Loggers,
+    plugins and the run's folder are left out.
+    """
     trainer = {**config.get("trainer", {}), "default_root_dir": None}
-    public: dict[str, Any] = _public({**config, "trainer": trainer})
-    return public | _OF_THIS_MACHINE
+    trainer |= {key: None for key in ("logger", "plugins") if not isinstance(trainer.get(key, True), bool)}
+    public: dict[str, Any] = _public({key: value for key, value in config.items() if key in _KEYS})
+    return public | {"trainer": _public(trainer)} | _OF_THIS_MACHINE
 
 
 def _public(value: Any) -> Any:
+    if isinstance(value, Mapping) and "class_path" in value:
+        name, arguments = str(value["class_path"]), value.get("init_args") or {}
+        if not name.startswith(_PACKAGES):
+            arguments = {key: item for key, item in arguments.items() if key in _NUMBERS and _is_number(item)}
+        elif name.startswith("qerl_pl.environments."):  # whose mappings are for other packages' classes
+            arguments = {key: item for key, item in arguments.items() if not isinstance(item, Mapping)}
+        return {"class_path": _public(name)} | ({"init_args": _public(arguments)} if "init_args" in value else {})
     if isinstance(value, Mapping):
-        return {key: item if key in _TEXTS else _public(item) for key, item in value.items()}
+        public = {key: item for key, item in value.items() if key not in _PRIVATE}
+        return {key: item if key in _TEXTS else _public(item) for key, item in public.items()}
     if isinstance(value, list):
         return [_public(item) for item in value]
+    if isinstance(value, str) and _URL.search(value):
+        return "URL"
     if isinstance(value, str) and "\n" not in value:
         path = Path(value)
         # "/s" is no file.
         if path.is_absolute() and len(path.parts) > 2 or path.parts[:1] == ("~",):
             return path.name
     return value
+
+
+def _is_number(value: Any) -> bool:
+    numbers = value if isinstance(value, list) else [value]
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def _metadata(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: bool, kind: str) -> ModelCardData:
@@ -215,7 +246,8 @@ def _repeat(config: Mapping[str, Any]) -> str:
         return ""
     return f"""## Repeat
 
-[{CONFIG}]({CONFIG}) is the complete configuration. Of local files it has the names: lay them beside it.
+[{CONFIG}]({CONFIG}) is the configuration. Of local files it has the names: lay them beside it. Loggers, keys, and
+arguments of other packages' classes are left out, and URLs have become the word URL: set what the run needs.
 
 ```sh
 qerl fit -c {CONFIG}

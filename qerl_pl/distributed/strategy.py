@@ -43,8 +43,8 @@ class UnwrappedDDPStrategy(DDPStrategy):
         with _port_errors():
             super().setup_environment()
         if self.communicator is SINGLE_PROCESS:
-            # Read by each rank's engine; Lightning's launcher sets the other variables only.
-            os.environ["RANK"] = str(self.global_rank)
+            # Read by each rank's engine and workers; Lightning's launcher sets the other variables only.
+            os.environ |= {"RANK": str(self.global_rank), "LOCAL_WORLD_SIZE": str(self.num_processes)}
             self.communicator = Communicator(
                 self.global_rank, self.world_size, distributed.new_group(backend="gloo", timeout=TIMEOUT)
             )

@@ -30,6 +30,8 @@ class ToolAnswer:
     """Duration of the call."""
     done: bool = False
     """Whether the environment ended the dialogue."""
+    raised: bool = False
+    """Whether the environment's code failed, and not what the policy wrote."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Methods:
     schemas: Sequence[Mapping[str, Any]]
     step: Callable[..., Any] | None
     get_reward: Callable[..., Any] | None
+    close: Callable[..., Any] | None
 
 
 def load_factory(factory: Factory) -> Callable[..., Any]:
@@ -123,15 +126,23 @@ def methods_of(environment: Any) -> Methods:
             f"an environment's get_reward takes no argument, or messages; {name} has "
             f"get_reward{inspect.signature(get_reward)}; take none"
         )
+    close = environment.close if "close" in functions and _closes(environment.close) else None
     if step is not None:
-        return Methods(environment.reset, {}, [], step, get_reward)
-    public = [tool for tool in functions if tool not in _RESERVED and not tool.startswith("_")]
+        return Methods(environment.reset, {}, [], step, get_reward, close)
+    reserved = _RESERVED if close is None else (*_RESERVED, "close")
+    public = [tool for tool in functions if tool not in reserved and not tool.startswith("_")]
     if not public:
         raise UserError(
             f"an environment has public methods, which are its tools, or step(text); {name} has neither; add one"
         )
     tools = {tool: getattr(environment, tool) for tool in public}
-    return Methods(environment.reset, tools, [_schema(name, tools[tool]) for tool in tools], None, get_reward)
+    return Methods(environment.reset, tools, [_schema(name, tools[tool]) for tool in tools], None, get_reward, close)
+
+
+def _closes(close: Callable[..., Any]) -> bool:
+    """Whether `close` ends the environment: without arguments or an answer, with which it is a tool."""
+    nothing = (None, "None", inspect.Signature.empty)
+    return not _required(close) and _SCHEMA not in vars(close) and inspect.signature(close).return_annotation in nothing
 
 
 def takes_messages(get_reward: Callable[..., Any]) -> bool:
@@ -173,7 +184,7 @@ def with_tools(environment: Any, tools: Mapping[str, Callable[..., Any]], schema
     methods = {}
     for schema in schemas:
         name = schema["name"]
-        if name.startswith("_") or name in (*_RESERVED, "step", *vars(kind)):
+        if name.startswith("_") or name in (*_RESERVED, "step", *(set(vars(kind)) - {"close"})):
             raise UserError(
                 f"a tool's name must differ from those of methods; {kind.__qualname__} has {name}; rename the tool"
             )

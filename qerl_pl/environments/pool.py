@@ -16,10 +16,12 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 
+from qerl_pl.distributed.processes import worker_variables
+from qerl_pl.environments.client import END_TIMEOUT_S, WorkerClient, read_message, remedy_of
 from qerl_pl.environments.contract import Factory, Opening, ToolAnswer, name_of
 from qerl_pl.environments.worker import Frame
 from qerl_pl.errors import UserError, require_at_least
@@ -29,7 +31,8 @@ log = logging.getLogger("qerl_pl")
 _PROGRAM = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120
 _GONE = "the environment is gone: an earlier call ended its process"
-_END_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRIES = 0.5, 30.0, 3
+"""Pauses before a failed `reset` is repeated, the first and the limit to which they double; least repetitions."""
 T = TypeVar("T")
 
 
@@ -47,6 +50,9 @@ class EnvironmentPool:
             may have.
         max_chars: Limit of an answer in characters; longer ones are cut, with a notice.
         memory_gib: Limit of a worker's memory (Linux), in GiB; None sets none.
+        variables: Names of variables of this process that workers get, beside those that programs need to run.
+        patience: Seconds for which a `reset` that fails is repeated in another worker, at least three times; 0 repeats
+            none.
     """
 
     def __init__(
@@ -56,17 +62,23 @@ class EnvironmentPool:
         workers: int | None = None,
         max_chars: int = 32_768,
         memory_gib: float | None = 8.0,
+        variables: Sequence[str] = (),
+        patience: float = 300.0,
     ) -> None:
         require_at_least(1, {"environment workers": workers, "max_chars of an environment": max_chars})
         if not 0 < time_limit < float("inf"):
             raise UserError(f"the time limit of a tool is a positive number of seconds; got {time_limit}; 30 is usual")
         if memory_gib is not None and not 0 < memory_gib < float("inf"):
             raise UserError(f"the memory limit of a tool is a positive number of GiB; got {memory_gib}; 8 is usual")
+        if not patience >= 0:
+            raise UserError(f"the patience with a failing reset is seconds from 0; got {patience}; 300 is usual")
         self.factory = factory
         self.time_limit = time_limit
         self.workers = workers
         self.max_chars = max_chars
         self.memory_gib = memory_gib
+        self.variables = variables
+        self.patience = patience
         self._loop: _Loop | None = None
 
     def check(self) -> Opening | None:
@@ -112,13 +124,13 @@ class Session:
         seed: Of the worker's random numbers.
 
     Attributes:
-        opened: What `reset` gave. A UserError if it raised, took too long, or the environment breaks the contract.
+        opened: What `reset` gave. A UserError if it kept raising or taking too long, or breaks the contract.
     """
 
     def __init__(self, pool: EnvironmentPool, row: Mapping[str, Any], seed: int | None) -> None:
         self._pool = pool  # which ends when nobody holds it
         self._loop = pool.running()
-        self._worker: _Worker | None = None
+        self._worker: WorkerClient | None = None
         self._lock = asyncio.Lock()
         self.opened: Future[Opening] = self._loop.submit(self._in_turn(self._open, row, seed))
 
@@ -153,11 +165,26 @@ class Session:
             return await work(*arguments)
 
     async def _open(self, row: Mapping[str, Any], seed: int | None) -> Opening:
-        worker = await self._loop.worker()
-        reply = await worker.ask(self._loop.limit, "open", cloudpickle.dumps(row), seed)
-        if "error" in reply:
-            self._loop.release(worker, reusable=False)
-            self._loop.raise_error("reset", reply)
+        loop, pickled, pause, failures, started = self._loop, cloudpickle.dumps(row), _FIRST_PAUSE_S, 0, 0.0
+        while True:
+            worker = await loop.worker()
+            method, reply = "__init__", worker.made
+            if "error" not in reply:
+                method, reply = "reset", await worker.ask(loop.limit, "open", pickled, seed)
+            if "error" not in reply:
+                break
+            await loop.end(worker)
+            loop.release(worker, reusable=False)
+            started = started or time.monotonic()
+            over = failures >= _RETRIES and time.monotonic() - started >= loop.patience
+            if over or not loop.patience or reply.get("refused") or not loop.is_alive():
+                loop.raise_error(method, reply)
+            loop.warn("%s of an environment fails (%s): trying again for %g s", method, reply["error"], loop.patience)
+            failures += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        if reply["done"]:
+            loop.warn("dialogue_done is true after reset, so that dialogues end at their first call; set it to False")
         self._worker = worker
         return Opening(reply["observation"], reply["tools"], reply["steps"])
 
@@ -169,7 +196,7 @@ class Session:
         seconds = reply.get("seconds", time.perf_counter() - started)
         gone = self._gone(reply)
         if "error" in reply:
-            return ToolAnswer(f"Error: {reply['error']}", True, seconds, done=gone)
+            return ToolAnswer(f"Error: {reply['error']}", True, seconds, gone, gone or reply.get("raised", False))
         return ToolAnswer(reply["text"], False, seconds, done=reply["done"])
 
     async def _reward(self, messages: list[Mapping[str, Any]]) -> float | None:
@@ -187,6 +214,8 @@ class Session:
         worker, self._worker = self._worker, None
         if worker is not None:
             reply = await worker.ask(self._loop.limit, "close")
+            if "error" in reply:
+                self._loop.warn("close of an environment fails: %s", reply["error"])
             self._loop.release(worker, reusable=reply.get("reusable", False))
 
     def _gone(self, reply: Mapping[str, Any]) -> bool:
@@ -208,12 +237,13 @@ class _Loop:
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self.limit = pool.time_limit
+        self.patience = pool.patience
         self.name = name_of(pool.factory)
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
         self._most = asyncio.Semaphore(most if pool.workers is None else pool.workers)
-        self._idle: list[_Worker] = []
-        self._workers: set[_Worker] = set()
-        self._by_pid: dict[int, _Worker] = {}
+        self._idle: list[WorkerClient] = []
+        self._workers: set[WorkerClient] = set()
+        self._by_pid: dict[int, WorkerClient] = {}
         commands, self._commands = socket.socketpair()
         notices, self._notices = socket.socketpair()
         with commands, notices:
@@ -225,7 +255,7 @@ class _Loop:
                 # Sets of text are iterated in the same order in every run.
                 env={
                     "PYTHONHASHSEED": "0",
-                    **os.environ,
+                    **worker_variables(pool.variables),
                     "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
                 },
             )
@@ -240,6 +270,7 @@ class _Loop:
         self._setup = pickle.dumps(setup)
         self.loop = asyncio.new_event_loop()
         self._closed = False
+        self._warned: set[str] = set()
         self._owner = os.getpid()
         self._writer: asyncio.StreamWriter | None = None
         self._thread = threading.Thread(target=self._run, name="environments", daemon=True)
@@ -268,7 +299,7 @@ class _Loop:
         self.submit(self._cancel_all()).result()
         self._commands.close()
         try:
-            self._process.wait(_END_TIMEOUT_S)
+            self._process.wait(END_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # in the import of the environment's module
             self._process.kill()
             self._process.wait()
@@ -280,6 +311,7 @@ class _Loop:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(self.end(worker) for worker in self._workers if not worker.busy))
         for worker in self._workers:
             worker.disconnect()
         if self._writer is not None:
@@ -296,7 +328,7 @@ class _Loop:
         except BrokenPipeError:
             pass  # the notices end, too
         reader, self._writer = await asyncio.open_connection(sock=self._notices)
-        reply = await _read(reader)
+        reply = await read_message(reader)
         if reply is None:
             reply = {"error": f"its process ended, or took longer than {_START_TIMEOUT_S} s"}
         if "error" in reply:
@@ -305,7 +337,7 @@ class _Loop:
 
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         """Record the exits of workers."""
-        while (notice := await _read(reader)) is not None:
+        while (notice := await read_message(reader)) is not None:
             worker = self._by_pid.pop(notice["pid"], None)
             if worker is not None:
                 worker.note_end(notice["status"])
@@ -316,16 +348,18 @@ class _Loop:
     async def check(self) -> Opening | None:
         """See `EnvironmentPool.check`."""
         worker = await self.worker()
-        self.release(worker, reusable=True)
+        self.release(worker, reusable="error" not in worker.made)
+        if "error" in worker.made:
+            self.raise_error("__init__", worker.made)
         if "tools" not in worker.made:
             return None
         return Opening(None, worker.made["tools"], worker.made["steps"])
 
-    async def worker(self) -> "_Worker":
-        """A worker for a dialogue: an idle one, or a new one.
+    async def worker(self) -> WorkerClient:
+        """A worker for a dialogue: an idle one, or a new one, in which the environment may have failed to be made.
 
         Raises:
-            UserError: The environment cannot be made.
+            UserError: The environment cannot be imported.
         """
         await asyncio.wrap_future(self._started)
         await self._most.acquire()
@@ -335,31 +369,45 @@ class _Loop:
                 return worker
             self._workers.discard(worker)
             worker.disconnect()
-        worker = await self._fork()
-        if "error" in worker.made:
-            self.release(worker, reusable=False)
-            self.raise_error("__init__", worker.made)
-        return worker
+        return await self._fork()
 
-    async def _fork(self) -> "_Worker":
+    async def _fork(self) -> WorkerClient:
         theirs, ours = socket.socketpair()
         with theirs:
             try:
                 socket.send_fds(self._commands, [Frame.pack(0)], [theirs.fileno()])
             except BrokenPipeError:
                 pass  # its end is read below
-        worker = _Worker(self, *await asyncio.open_connection(sock=ours))
+        worker = WorkerClient(self.loop, *await asyncio.open_connection(sock=ours))
         self._workers.add(worker)
         hello = await worker.receive(_START_TIMEOUT_S)
         if "pid" in hello:
             worker.pid = hello["pid"]
             self._by_pid[worker.pid] = worker
             worker.made = await worker.receive(_START_TIMEOUT_S)
+            worker.busy = "gone" in worker.made
         else:
             worker.made = hello
         return worker
 
-    def release(self, worker: "_Worker", reusable: bool) -> None:
+    async def end(self, worker: WorkerClient) -> None:
+        """Have a worker close its environment, unless it is gone."""
+        if not worker.busy:
+            reply = await worker.ask(min(self.limit, END_TIMEOUT_S), "end")
+            if "error" in reply and not worker.ended.done():
+                self.warn("close of an environment fails: %s", reply["error"])
+
+    def is_alive(self) -> bool:
+        """Whether the first process is there to fork workers."""
+        return self._process.poll() is None
+
+    def warn(self, message: str, *arguments: object) -> None:
+        """Log a warning once, with its first cause."""
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *arguments)
+
+    def release(self, worker: WorkerClient, reusable: bool) -> None:
         """Take a worker back from a dialogue."""
         if reusable:
             self._idle.append(worker)
@@ -369,7 +417,7 @@ class _Loop:
             worker.disconnect()
         self._most.release()
 
-    def kill(self, worker: "_Worker") -> None:
+    def kill(self, worker: WorkerClient) -> None:
         """Kill a worker and what its tools started."""
         if worker.pid is not None and not worker.ended.done():
             try:
@@ -380,7 +428,7 @@ class _Loop:
                 except ProcessLookupError:
                     pass
 
-    def raise_error(self, method: str, reply: Mapping[str, Any]) -> None:
+    def raise_error(self, method: str, reply: Mapping[str, Any]) -> NoReturn:
         """Raise the error of a method that must not fail.
 
         Raises:
@@ -388,62 +436,8 @@ class _Loop:
         """
         if reply.get("refused"):
             raise UserError(reply["error"])
-        raise UserError(f"an environment must not fail in {method}; {self.name}: {reply['error']}; correct it")
-
-
-class _Worker:
-    """The trainer's side of a worker."""
-
-    def __init__(self, loop: _Loop, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.loop = loop
-        self.reader = reader
-        self.writer = writer
-        self.pid: int | None = None
-        self.made: Mapping[str, Any] = {}
-        self.ended: asyncio.Future[int | None] = loop.loop.create_future()
-
-    def note_end(self, status: int | None) -> None:
-        """Note the process's exit status; None if it is unknown."""
-        if not self.ended.done():
-            self.ended.set_result(status)
-
-    def disconnect(self) -> None:
-        """Close the connection."""
-        self.writer.close()
-
-    async def ask(self, seconds: float, *message: Any) -> Mapping[str, Any]:
-        """Send a request; returns as `receive`."""
-        data = pickle.dumps(message)
-        self.writer.write(Frame.pack(len(data)) + data)
-        return await self.receive(seconds)
-
-    async def receive(self, seconds: float) -> Mapping[str, Any]:
-        """The next reply. After `seconds`, or if the process ended, an error with `gone`: it is to be released."""
-        reading = asyncio.ensure_future(_read(self.reader))
-        await asyncio.wait({reading, self.ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if reading.done() and (reply := reading.result()) is not None:
-            return reply
-        if not reading.done() and not self.ended.done():
-            reading.cancel()
-            return {"error": f"ended after its time limit of {seconds:g} s", "gone": True}
-        reading.cancel()
-        await asyncio.wait({self.ended}, timeout=_END_TIMEOUT_S)
-        status = self.ended.result() if self.ended.done() else None
-        return {"error": f"the environment's process ended ({_status(status)})", "gone": True}
-
-
-async def _read(reader: asyncio.StreamReader) -> Any:
-    """The next message; None at the end of the connection."""
-    try:
-        return json.loads(await reader.readexactly(Frame.unpack(await reader.readexactly(Frame.size))[0]))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
-def _status(status: int | None) -> str:
-    if status is None:
-        return "no exit status"
-    return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
+        error = reply["error"]
+        raise UserError(f"an environment must not fail in {method}; {self.name}: {error}; {remedy_of(error)}")
 
 
 def answered(answer: ToolAnswer) -> Future[ToolAnswer]:

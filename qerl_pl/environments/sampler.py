@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.chat_continuation import ChatContinuation
 from qerl_pl.chat_template import template_texts
 from qerl_pl.engines.base import RequestSource, RolloutEngine, generate_from
+from qerl_pl.environments.client import remedy_of
 from qerl_pl.environments.contract import Opening, ToolAnswer
 from qerl_pl.environments.dialogue import Dialogue, DialogueLimits
 from qerl_pl.environments.pool import EnvironmentPool, Session, answered
@@ -90,6 +91,7 @@ class DialogueSampler:
         self._checked: set[str] = set()
         self._parse: ToolFormat | None = None
         self._warned = False
+        self._failing: set[str] = set()
 
     def sample(
         self, engine: RolloutEngine, jobs: Sequence[DialogueJob], sampling: SamplingConfig, *stream: int | str
@@ -110,6 +112,7 @@ class DialogueSampler:
         """
         with _Running(self, jobs, sampling, stream) as running:
             generate_from(engine, running, sampling)
+            self._warn_of_failing_tools(running.answers)
             return running.completions()
 
     def start(
@@ -148,6 +151,20 @@ class DialogueSampler:
                 self.max_prompt_tokens,
             )
         self._warned = True
+
+    def _warn_of_failing_tools(self, answers: Mapping[str, Sequence[ToolAnswer]]) -> None:
+        """Log a warning, once for each, about tools of which every call raised."""
+        for name, given in answers.items():
+            if name not in self._failing and all(answer.raised for answer in given):
+                self._failing.add(name)
+                log.warning(
+                    "every call of %s failed, %d of %d: the first by %s; %s",
+                    name,
+                    len(given),
+                    len(given),
+                    given[0].text,
+                    remedy_of(given[0].text),
+                )
 
     def check(self, opening: Opening) -> None:
         """Check chat template and tool format, by the first environment of each kind.
@@ -201,6 +218,8 @@ class _Running(RequestSource):
         self._dialogues: dict[int, Dialogue] = {}
         self._asked: dict[int, tuple[Sequence[str | ToolCall | MalformedCall], list[Future[ToolAnswer]]]] = {}
         self._rewards: dict[int, Future[float | None]] = {}
+        self.answers: dict[str, list[ToolAnswer]] = {}
+        """Those of each tool, or of step."""
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._pending: dict[int, int] = {}
         self._ready: list[int] = []
@@ -296,8 +315,12 @@ class _Running(RequestSource):
             else:
                 self._ready.append(key)
         else:
-            asked, answers = self._asked.pop(key)
-            if self._dialogues[key].add_answers(asked, [answer.result() for answer in answers]):
+            asked, futures = self._asked.pop(key)
+            answers = [future.result() for future in futures]
+            for item, answer in zip(asked, answers, strict=True):
+                if not isinstance(item, MalformedCall):
+                    self.answers.setdefault(item.name if isinstance(item, ToolCall) else "step", []).append(answer)
+            if self._dialogues[key].add_answers(asked, answers):
                 self._ready.append(key)
             else:
                 self._finish(key)

@@ -1,5 +1,6 @@
 """Tool calls in a turn's text: Qwen's and Hermes' JSON, Llama 3's JSON, or a regular expression."""
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -27,9 +28,12 @@ class MalformedCall:
 
 ToolFormat = Callable[[str], list[ToolCall | MalformedCall]]
 """Finds the calls in a turn's text, in their order."""
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_CLOSED = re.compile(r"\s*(?:</tool_call>|\Z)")
+"""What follows a call; a stop string may have cut the mark."""
 _LLAMA_TAG = "<|python_tag|>"
 _REASONING_END = "</think>"
+_MARK = re.compile(r'\{(?=\s*["}])|</?think>')
 _OTHER_GROUPS = ("name", "arguments")
 _DEPTH = 64
 """Most levels of lists and objects in a call: what copies or writes deeper ones may run out of stack."""
@@ -76,23 +80,30 @@ def tool_format_of(name: str, chat_template: str) -> ToolFormat:
 
 def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
     """Calls as Qwen 2.5, Qwen 3 and Hermes write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
-    return [_call_of(block, _decoded(block)) for block in _HERMES.findall(_answer_of(text))]
+    calls: list[ToolCall | MalformedCall] = []
+    for part in _answers_of(text):
+        start = part.find(_CALL)
+        while start >= 0:
+            value, end = _first_value(part, start + len(_CALL))
+            closed = _CLOSED.match(part, end)
+            if closed is None:  # no JSON, or more than that
+                value, end = None, part.index(_CALL_END, end) if _CALL_END in part[end:] else len(part)
+            calls.append(_call_of(part[start + len(_CALL) : end], value))
+            start = part.find(_CALL, end)
+    return calls
 
 
 def parse_llama3(text: str) -> list[ToolCall | MalformedCall]:
     """Calls as Llama 3 writes them: a turn that is `{"name": ..., "parameters": {...}}`, or several, separated by ;."""
-    rest = _answer_of(text).strip()
+    rest = _answers_of(text)[-1].strip()
     is_call = rest.startswith(_LLAMA_TAG)
     rest = rest.removeprefix(_LLAMA_TAG).strip()
     if not is_call and not rest.startswith("{"):
         return []
     calls: list[ToolCall | MalformedCall] = []
     while rest:
-        try:
-            value, end = json.JSONDecoder().raw_decode(rest)
-        except (ValueError, RecursionError):
-            return [*calls, _call_of(rest, None)]
-        value = None if _too_deep(rest[:end]) else value
+        value, end = _first_value(rest, 0)
+        end = end or len(rest)
         calls.append(_call_of(rest[:end], value))
         rest = rest[end:].lstrip().removeprefix(";").lstrip()
     return calls
@@ -105,7 +116,7 @@ def parse_pattern(pattern: re.Pattern[str], text: str) -> list[ToolCall | Malfor
     is the argument of its name, as JSON, or else as text.
     """
     calls: list[ToolCall | MalformedCall] = []
-    for match in pattern.finditer(_answer_of(text)):
+    for match in itertools.chain.from_iterable(map(pattern.finditer, _answers_of(text))):
         groups = {name: value for name, value in match.groupdict().items() if value is not None}
         arguments = {name: _value_of(value) for name, value in groups.items() if name not in _OTHER_GROUPS}
         if "arguments" in groups:
@@ -118,9 +129,35 @@ def parse_pattern(pattern: re.Pattern[str], text: str) -> list[ToolCall | Malfor
     return calls
 
 
-def _answer_of(text: str) -> str:
-    """The text after the reasoning; calls inside of that are not made."""
-    return text.rpartition(_REASONING_END)[2]
+def _answers_of(text: str) -> list[str]:
+    """The parts of a text outside of its reasoning, whose calls are not made; marks in JSON objects are text.
+
+    A chat template may have opened the reasoning, so that all up to the first `</think>` is reasoning.
+    """
+    if _REASONING_END not in text:
+        return [text]
+    parts, begin, position = list[str](), 0, 0
+    opened: int | None = 0
+    while (mark := _MARK.search(text, position)) is not None:
+        position = mark.end()
+        if mark[0] == "{":
+            position = max(position, _first_value(text, mark.start())[1])
+        elif mark[0] != _REASONING_END:
+            opened = mark.start() if opened is None else opened
+        elif opened is not None:
+            parts, begin, opened = [*parts, text[begin:opened]], mark.end(), None
+    return [*parts[1:], text[begin:]]
+
+
+def _first_value(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value at `start`, None if it is nested too deeply, and its end; without a value, None and `start`."""
+    while text[start : start + 1] in (" ", "\t", "\n", "\r"):
+        start += 1
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, start
+    return None if _too_deep(value) else value, end
 
 
 def _call_of(written: str, value: Any) -> ToolCall | MalformedCall:
@@ -142,10 +179,8 @@ def _malformed(written: str) -> MalformedCall:
 
 def _decoded(text: str) -> Any:
     """The JSON value of a text; None where it has none, or one that is nested too deeply."""
-    try:
-        return None if _too_deep(text) else json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+    value, end = _first_value(text, 0)
+    return None if text[end:].strip() else value
 
 
 def _value_of(text: str) -> Any:
@@ -154,10 +189,10 @@ def _value_of(text: str) -> Any:
     return text if value is None and text.strip() != "null" else value
 
 
-def _too_deep(text: str) -> bool:
-    """Whether brackets, those in strings included, are nested more deeply than `_DEPTH`."""
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "[{") - (character in "]}")
-        deepest = max(deepest, depth)
-    return deepest > _DEPTH
+def _too_deep(value: Any) -> bool:
+    """Whether lists and objects are nested more deeply than `_DEPTH`."""
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(_DEPTH):
+        children = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
+        level = [child for child in children if isinstance(child, list | dict)]
+    return bool(level)

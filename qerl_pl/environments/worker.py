@@ -31,7 +31,11 @@ Frame = struct.Struct("!I")
 """The length of a message in bytes."""
 _ERROR_CHARS = 400
 _PR_SET_CHILD_SUBREAPER = 36
-_JOB_SIGNALS: dict[signal.Signals, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_JOB_SIGNALS: dict[signal.Signals, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
+}
 """Signals that all processes of a job get, at which the trainer finishes its step, and Python's handlers of them."""
 
 
@@ -70,7 +74,11 @@ def clean(text: str) -> str:
 
 
 class _Refused(Exception):
-    """A call that the environment did not get, or an answer that is no text."""
+    """A call that the environment did not get."""
+
+
+class _NoText(_Refused):
+    """An answer that is no text."""
 
 
 class Worker:
@@ -92,6 +100,7 @@ class Worker:
         self.runner = asyncio.Runner()
         self.process = os.getpid()
         self.folder = os.getcwd()
+        self.close: Callable[..., Any] | None = None
 
     def serve(self) -> None:
         """Make the environment, and answer requests until the trainer closes the connection."""
@@ -112,22 +121,26 @@ class Worker:
         try:
             return answer(*arguments)
         except _Refused as refused:
-            return {"error": clean(str(refused))[:_ERROR_CHARS]}
+            return {"error": clean(str(refused))[:_ERROR_CHARS], "raised": isinstance(refused, _NoText)}
         except BaseException as error:  # also SystemExit and KeyboardInterrupt, which a tool may raise
             try:
-                return {"error": one_line(error)}
+                return {"error": one_line(error), "raised": True}
             except BaseException as second:  # of the exception's own methods
-                return {"error": f"{type(error).__name__}: its message raises {type(second).__name__}"}
+                return {"error": f"{type(error).__name__}: its message raises {type(second).__name__}", "raised": True}
 
     def _make(self, *row: Mapping[str, Any]) -> dict[str, Any]:
         from qerl_pl.environments.contract import methods_of
         from qerl_pl.errors import UserError
 
         self.environment = self._result(self.factory(*row))
+        flag = inspect.getattr_static(self.environment, "dialogue_done", False)
+        self.always_done = flag is True
+        self.clears_done = not (self.always_done or isinstance(flag, property))
         try:
             self.methods = methods_of(self.environment)
         except UserError as error:
             return {"error": str(error), "refused": True}
+        self.close = self.methods.close
         return {"tools": list(self.methods.schemas), "steps": self.methods.step is not None}
 
     def _result(self, value: Any) -> Any:
@@ -152,13 +165,17 @@ class Worker:
             arguments = row_arguments(self.methods.reset, row)
         except UserError as error:
             return {"error": str(error), "refused": True}
+        if self.clears_done and self._done():  # left by the dialogue before
+            self.environment.dialogue_done = False
         observation = self._result(self.methods.reset(**arguments))
         if observation is not None and not isinstance(observation, str):
-            raise _Refused(f"reset returns text or None; it returned a value of type {type(observation).__name__}")
+            got = f"it returned a value of type {type(observation).__name__}"
+            return {"error": f"reset returns text or None; {got}; return one of them", "refused": True}
         return {
             "observation": None if observation is None else clean(observation),
             "tools": list(self.methods.schemas),
             "steps": self.methods.step is not None,
+            "done": self._done() and not self.always_done,
         }
 
     def answer_call(self, name: str, encoded: str) -> dict[str, Any]:
@@ -195,7 +212,21 @@ class Worker:
 
     def answer_close(self) -> dict[str, Any]:
         """End the dialogue; a worker in which a tool left threads or processes serves no other."""
-        return {"reusable": all(now <= made for now, made in zip(_left(), self.left, strict=True))}
+        if self.from_row:
+            self.answer_end()
+        (threads, processes), (threads_made, processes_made) = _left(), self.left
+        reusable = threads <= threads_made and processes <= processes_made
+        return {"reusable": reusable} if reusable else self.answer_end()
+
+    def answer_end(self) -> dict[str, Any]:
+        """Close the environment, once."""
+        close, self.close = self.close, None
+        if close is not None:
+            self._result(close())
+        return {}
+
+    def _done(self) -> bool:
+        return getattr(self.environment, "dialogue_done", False) is True
 
     def _text(self, value: Any) -> dict[str, Any]:
         """An answer as text: JSON unless it is a string, cut at the limit."""
@@ -203,20 +234,26 @@ class Worker:
             try:
                 value = json.dumps(value, ensure_ascii=False)
             except TypeError as error:
-                raise _Refused(f"a tool returns text or JSON; it returned a {type(value).__name__}: {error}") from error
+                raise _NoText(f"a tool returns text or JSON; it returned a {type(value).__name__}: {error}") from error
         text = clean(value)
         if len(text) > self.chars:
             text = f"{text[: self.chars]}\n[cut after {self.chars} of {len(text)} characters]"
-        return {"text": text, "done": getattr(self.environment, "dialogue_done", False) is True}
+        return {"text": text, "done": self._done()}
 
 
-def _left() -> tuple[int, bool]:
-    """Number of threads, and whether there are child processes."""
+def _left() -> tuple[int, set[int]]:
+    """Number of threads, and the processes that this one started, also those whose own parents have ended."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return threading.active_count(), False
-    return threading.active_count(), True
+        return threading.active_count(), set()
+    return threading.active_count(), {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes below this one whose parents end, so that they can be found and killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 async def _awaited(value: Any) -> Any:
@@ -237,6 +274,7 @@ class Forks:
         self.notices = notices
         self.setup = setup
         self.alive: set[int] = set()
+        self.own = {process.pid for process in psutil.Process().children(recursive=True)}  # of the environment's module
 
     def run(self, factory: Callable[..., Any]) -> None:
         """Serve commands until the trainer is gone."""
@@ -281,6 +319,7 @@ class Forks:
         """Serve dialogues in this process, and end it."""
         self.alive.clear()
         os.setsid()  # a group of its own, killed together with what its tools start
+        _adopt_orphans()
         self.commands.close()
         self.notices.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -313,7 +352,7 @@ class Forks:
             _kill_group(process.pid)
 
     def reap(self) -> None:
-        """Collect the workers that ended, with what is left of their groups, and report them."""
+        """Collect the workers that ended, with what is left of their tools' processes, and report them."""
         while (ended := _ended_child()) is not None:
             _kill_group(ended)  # before its number is free for others
             status = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
@@ -323,6 +362,10 @@ class Forks:
                     send(self.notices, {"pid": ended, "status": status})
                 except (BrokenPipeError, ConnectionResetError):
                     return  # the trainer is gone, as COMMANDS will say
+        for orphan in psutil.Process().children():
+            if orphan.pid not in self.alive | self.own:
+                self.kill_descendants(orphan.pid)
+                _kill_group(orphan.pid)
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
@@ -397,8 +440,7 @@ def main(commands: socket.socket, notices: socket.socket) -> None:
         send(notices, {"error": one_line(error)})
         return
     signal.alarm(0)
-    if sys.platform == "linux":  # processes whose parents ended become children of this one, which kills them
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _adopt_orphans()
     gc.freeze()  # collections in forks would copy its pages
     send(notices, {})
     Forks(commands, notices, setup).run(factory)

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.distributed.communicator import writes_files
+from qerl_pl.distributed.slurm import take_sigusr1
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least, require_type
@@ -44,7 +45,7 @@ from qerl_pl.modules.optimizer import (
 from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start
+from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start, refuse_mid_step
 from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
 from qerl_pl.seeds import stream_seed
 from qerl_pl.start_checks import (
@@ -214,19 +215,22 @@ class PolicyModule(LightningModule, ChecksFirst):
         return AutoTokenizer.from_pretrained(self.base_folder)
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse other precisions and strategies, what a trainer would do to the policy, and a run without an end."""
+        """Refuse other precisions and strategies, what a trainer would do to the policy, a run without an end, and a
+        checkpoint of the middle of a step."""
         if (precision := trainer.precision) not in ("32-true", "32", 32):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
         check_devices(trainer)
         if trainer.barebones:
             raise UserError("callbacks read logged metrics; Trainer(barebones=True) logs none; leave it out")
+        refuse_mid_step(trainer.ckpt_path)
         if stage == "fit":
             refuse_weight_averaging(trainer)
             require_planned_end(trainer)
 
     def setup(self, stage: str) -> None:
         """Start a fit afresh, with a used trainer too; Lightning loads a checkpoint later."""
+        take_sigusr1()  # for callbacks, before Lightning takes it
         if stage != "fit":
             return
         self.start_afresh()

@@ -28,6 +28,8 @@ CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
 SETTLED_S = 5.0
 """Seconds after which a change of a file gets another time stamp, however coarse the file system's clock."""
+MID_STEP = "hpc_ckpt_"
+"""Begin of the names of checkpoints that Lightning saves at a signal of SLURM, in the middle of a step."""
 _digests: dict[tuple[int, ...], str] = {}
 """SHA-256 of files that this process has read, by device, inode, size in bytes and times of change in ns."""
 
@@ -78,8 +80,9 @@ class AtomicCheckpointIO(CheckpointIO):
 
         Raises:
             DamagedCheckpoint: It is missing, its digest differs, or it is no checkpoint.
-            UserError: Another program wrote it.
+            UserError: Another program wrote it, or Lightning in the middle of a step.
         """
+        refuse_mid_step(path)
         return _load_own(Path(path), "cpu")
 
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -132,6 +135,19 @@ def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
             f"a checkpoint must be undamaged; {path} cannot be read ({error}); use another"
         ) from error
     return checkpoint
+
+
+def refuse_mid_step(path: _PATH | None) -> None:
+    """Refuse a checkpoint that Lightning saved in the middle of a step, which it finds by itself in a job of SLURM.
+
+    Raises:
+        UserError: It is one.
+    """
+    if path is not None and Path(path).name.startswith(MID_STEP):
+        raise UserError(
+            f"a run goes on from the end of a step; Lightning saved {path} in the middle of one; remove {MID_STEP}* "
+            "from the run's folder, and go on with --resume auto"
+        )
 
 
 def digest_path(path: Path) -> Path:

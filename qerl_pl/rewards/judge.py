@@ -11,8 +11,10 @@ import sqlite3
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2
 
@@ -85,7 +87,9 @@ class JudgeReward(Reward):
         time_limit_s: Seconds after which a request has failed.
         retries: Least number of times that a failed request is repeated.
         patience_s: Least number of seconds for which a failed request is repeated.
-        api_key_env: Name of the environment variable that has the key; where it is not set, none is sent.
+        api_key_env: Name of the environment variable that has the endpoint's key; where it is not set, none is sent.
+            Keys are sent over https, or to this machine. null takes OPENAI_API_KEY for hosts of openai.com and this
+            machine, and sends none elsewhere.
         cache: Folder of the replies, for any number of processes; null takes `judge` in the user's cache.
         weight: Factor of this reward in the total.
         name: Logged as `reward/<name>`.
@@ -104,7 +108,7 @@ class JudgeReward(Reward):
         time_limit_s: float = 60.0,
         retries: int = 3,
         patience_s: float = 300.0,
-        api_key_env: str = "OPENAI_API_KEY",
+        api_key_env: str | None = None,
         cache: str | None = None,
         weight: float = 1.0,
         name: str = "judge",
@@ -122,6 +126,7 @@ class JudgeReward(Reward):
                 "JudgeReward.time_limit_s must be above 0 and patience_s at least 0; "
                 f"got {time_limit_s} and {patience_s}; leave them out if unsure"
             )
+        _key_variable(url, api_key_env)
         self._pattern = _compiled(parser)
         self.url = url.rstrip("/")
         self.model = model
@@ -254,15 +259,41 @@ class _Refused(Exception):
     """The endpoint refuses a request for what is in it."""
 
 
+def _key_variable(url: str, named: str | None) -> str | None:
+    """The variable with the key that an endpoint gets; None where it gets none.
+
+    Raises:
+        UserError: It is no name of a variable, or its key would be sent to another machine without encryption.
+    """
+    scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
+    try:
+        here = ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost" or host.endswith(".localhost")
+    if named is None:
+        of_openai = scheme == "https" and f".{host}".endswith(".openai.com")
+        return "OPENAI_API_KEY" if here or of_openai else None
+    if not re.fullmatch(r"[A-Za-z_]\w*", named):
+        raise UserError("JudgeReward.api_key_env names a variable; got other text; set the variable to the key")
+    if scheme != "https" and not here and os.environ.get(named):
+        raise UserError(
+            f"a judge's key is sent over https, or to this machine; JudgeReward.url is {scheme} to {host}, with the "
+            f"key in {named}; use https or a tunnel to localhost, or leave api_key_env out"
+        )
+    return named
+
+
 class _Endpoint:
     """A session with the judge's endpoint, which repeats requests that fail."""
 
     def __init__(self, settings: JudgeReward) -> None:
         self._settings = settings
-        self._url = f"{settings.url}/chat/completions"
-        self._key = os.environ.get(settings.api_key_env, "").strip()  # never an attribute of the reward, which is saved
+        self._target = f"{settings.url}/chat/completions"
+        self._url = re.sub(r"(?<=//)[^/]*@", "", self._target)  # for messages, without a password
+        self._variable = _key_variable(settings.url, settings.api_key_env)
+        self._key = os.environ.get(self._variable or "", "").strip()  # never an attribute of the reward, which is saved
         if not (self._key.isascii() and self._key.isprintable()):
-            raise UserError(f"an API key must be printable ASCII; that in {settings.api_key_env} is not; set it again")
+            raise UserError(f"an API key must be printable ASCII; that in {self._variable} is not; set it again")
         # Requests wait for a connection here, where no time limit runs.
         self._free = asyncio.Semaphore(settings.concurrency)
         self._client = httpx2.AsyncClient(
@@ -291,7 +322,7 @@ class _Endpoint:
             while True:
                 try:
                     async with asyncio.timeout(settings.time_limit_s):
-                        response = await self._client.post(self._url, json=request)
+                        response = await self._client.post(self._target, json=request)
                     if response.status_code == httpx2.codes.OK:
                         return self._content(response)
                     failure = f"status {response.status_code}: {self._excerpt(response.text)}"
@@ -334,8 +365,10 @@ class _Endpoint:
             )
 
     def _refusal(self, status: int, failure: str) -> UserError:
-        variable = self._settings.api_key_env
-        if status in (401, 403):
+        variable = self._variable
+        if status in (401, 403) and variable is None:
+            remedy = "name the variable of its key by api_key_env"
+        elif status in (401, 403):
             remedy = f"correct the key in {variable}" if self._key else f"set the key in {variable}, which is not set"
         elif status == 404:
             remedy = f"correct the reward's url, or its model {self._settings.model!r}"

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qerl_pl.distributed.communicator import warn_of_this_rank
+from qerl_pl.distributed.processes import cores, worker_variables
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.answers import answer_of, only_text, same_prose, same_text
 from qerl_pl.rewards.base import Reward, RewardSample, refuse_empty_references
@@ -58,10 +59,10 @@ class MathPool:
         seconds: CPU time limit of an answer.
         batch_seconds: CPU time limit of the slow answers of a batch of up to 128; larger batches have it once for each
             128 begun, at most 16 times.
-        workers: Number of processes.
+        workers: Number of processes; None takes one for each CPU core of this rank.
     """
 
-    def __init__(self, seconds: float, batch_seconds: float, workers: int) -> None:
+    def __init__(self, seconds: float, batch_seconds: float, workers: int | None) -> None:
         self.seconds = seconds
         self.batch_seconds = batch_seconds
         self.workers = workers
@@ -106,7 +107,8 @@ class MathPool:
         """
         if not pairs:
             return {}
-        self._start_workers(min(self.workers, -(-len(pairs) // _PAIRS_PER_WORKER)))
+        # Ranks are known once they have started, after the settings are read.
+        self._start_workers(min(self.workers or cores(), -(-len(pairs) // _PAIRS_PER_WORKER)))
         waiting, verdicts, killed = deque(pairs), dict[Pair, Verdict](), set[Pair]()
         failed: dict[Pair, str] = {}
         try:
@@ -166,7 +168,10 @@ class _Worker:
             [sys.executable, "-P", str(_GRADER), str(_MEMORY_LIMIT_MB)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},  # threads' stacks would count towards the memory limit
+            env={
+                **worker_variables(),
+                "OPENBLAS_NUM_THREADS": "1",
+            },  # threads' stacks would count towards the memory limit
             start_new_session=True,  # the caller handles Ctrl-C
         )
         self._pair: Pair | None = None
@@ -230,15 +235,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def cores() -> int:
-    """CPU cores that this process may use, divided by the ranks on its machine."""
-    try:
-        available = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        available = os.cpu_count() or 1
-    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
 class MathAnswer(Reward):
     """1 if the answer equals the reference as mathematics (math-verify), else 0.
 
@@ -260,7 +256,8 @@ class MathAnswer(Reward):
         batch_limit_s: CPU time limit, in seconds, of a batch's slow answers (those that take more than a sixth of their
             limit) together; answers beyond it count as wrong. A batch of more than 128 completions has it once for each
             128 begun, at most 16 times.
-        workers: Grading processes; null takes one for each CPU core. Grades do not depend on it.
+        workers: Grading processes of each rank; null takes one for each CPU core of the machine, divided by its
+            ranks. Grades do not depend on it.
     """
 
     def __init__(
@@ -281,7 +278,7 @@ class MathAnswer(Reward):
         self.name = name
         self.time_limit_s = time_limit_s
         self.batch_limit_s = batch_limit_s
-        self._pool = MathPool(time_limit_s, batch_limit_s, cores() if workers is None else workers)
+        self._pool = MathPool(time_limit_s, batch_limit_s, workers)
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
         values = [0.0] * len(samples)

@@ -339,7 +339,7 @@ def stop_timers() -> None:
 
 def main(megabytes: int) -> None:
     """Grade in forks, one after the other; replies are JSON, "limit", "killed" or "failed" with the reason."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the caller finishes its step and closes the pipe
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the caller finishes its step and closes the pipe
         signal.signal(number, signal.SIG_IGN)
     logging.disable(logging.CRITICAL)  # math-verify warns that we set the time limit ourselves
     sys.dont_write_bytecode = True

@@ -17,7 +17,14 @@ from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards import OverlongPenalty, Reward, accuracy_reward, check_rewards, functions_among
+from qerl_pl.rewards import (
+    EnvironmentReward,
+    OverlongPenalty,
+    Reward,
+    accuracy_reward,
+    check_rewards,
+    functions_among,
+)
 from qerl_pl.rollout.experience import (
     Group,
     environment_metrics,
@@ -169,6 +176,7 @@ class Collector:
         self._rollouts = 0
         self._logged: dict[str, list[float]] = {}
         """What reward functions have logged in this rollout, by name."""
+        self._missing_rewards: set[str] = set()
 
     def collect(
         self,
@@ -323,6 +331,7 @@ class Collector:
                 self.config.sampling.max_tokens,
             )
         metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups) | self._logged_means()
+        self._warn_of_missing_rewards(groups, version)
         metrics |= {
             "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
             "completions/sampled_tokens": sampled_tokens,
@@ -349,6 +358,20 @@ class Collector:
             metrics=metrics,
             records=tuple(record for group in groups for record in group.records()),
         )
+
+    def _warn_of_missing_rewards(self, groups: Sequence[Group], version: int) -> None:
+        """Log a warning, once for each, about rewards that apply to no completion of a rollout."""
+        for name in groups[0].rewards.keys() - {EnvironmentReward.name} - self._missing_rewards:
+            if all(group.rewards[name].isnan().all() for group in groups):
+                self._missing_rewards.add(name)
+                log.warning(
+                    "reward %s is None for all %d completions of rollout %d, the first of them of row %s: %r",
+                    name,
+                    sum(len(group.lengths) for group in groups),
+                    version,
+                    groups[0].prompt.id,
+                    groups[0].texts[0][-200:],
+                )
 
     def _advantages(self, groups: Sequence[Group]) -> torch.Tensor:
         """Advantages [B] of all ranks' completions."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.algorithm.advantages import have_differences
 from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import EnvironmentReward, Reward, RewardSample, functions_among, score
+from qerl_pl.rewards import Reward, RewardSample, functions_among, score
 from qerl_pl.types import Completion, CompletionRecord, DialogueFacts, Prompt
 
 T = TypeVar("T")
@@ -143,6 +143,8 @@ def totals(groups: Sequence[Group]) -> Tensor:
 def reward_metrics(groups: Sequence[Group], combined: Tensor) -> dict[str, float]:
     """Mean and standard deviation of the rewards of all sampled completions, dropped groups included.
 
+    A reward that applies to no completion has no metric of its own.
+
     Args:
         groups: All groups.
         combined: The rewards of all completions as the advantages combine them, [B]; a group has no signal where they
@@ -150,12 +152,13 @@ def reward_metrics(groups: Sequence[Group], combined: Tensor) -> dict[str, float
     """
     total = totals(groups)
     applies = total[~total.isnan()]
-    metrics = {"reward/mean": applies.mean().item(), "reward/std": applies.std().item()}
+    metrics = {"reward/mean": applies.mean().item()}
+    metrics["reward/std"] = applies.std().item() if len(applies) > 1 else math.nan  # of which PyTorch would warn
     signal = have_differences(combined.view(len(groups), -1)).tolist()
     metrics["completions/groups_without_signal_frac"] = signal.count(False) / len(groups)
     for name in groups[0].rewards:
         values = torch.cat([group.rewards[name] for group in groups])
-        if name != EnvironmentReward.name or not values.isnan().all():  # which an environment need not have
+        if not values.isnan().all():
             metrics[f"reward/{name}"] = values.nanmean().item()
     return metrics
 
