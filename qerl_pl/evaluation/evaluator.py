@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -31,7 +31,7 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
@@ -174,6 +174,7 @@ class Evaluator:
         seed: Seed of the run.
         ranks: Ranks that share each batch; all return the same evaluation.
         dialogues: Samples dialogues with environments; None samples one completion of each prompt.
+        ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
     def __init__(
@@ -184,6 +185,7 @@ class Evaluator:
         seed: int,
         ranks: Communicator = SINGLE_PROCESS,
         dialogues: DialogueSampler | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self.config = config
         self.engine = engine
@@ -191,6 +193,7 @@ class Evaluator:
         self.seed = seed
         self.ranks = ranks
         self.dialogues = dialogues
+        self.ends = ends
         self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
         self._cache: SampleCache | None = None
         self._extra_caches: Mapping[str, SampleCache] = {}
@@ -276,7 +279,7 @@ class Evaluator:
         completions = [[completion] for completion in self._completions(prompts, jobs, sampling, name)]
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
             groups = score_groups(
-                self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions
+                self.config.rewards, self.tokenizer, [prompts[index] for index, _ in jobs], completions, self.ends
             )
             extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
             right = [bool(group.rewards[self.accuracy_reward.name][0] > 0.5) for group in groups]

@@ -135,6 +135,7 @@ class Collector:
         seed: Seed of the run.
         ranks: Ranks that share each batch; all return the same metrics.
         dialogues: Samples dialogues with environments; None samples one completion of each prompt.
+        ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Collector:
         seed: int,
         ranks: Communicator = SINGLE_PROCESS,
         dialogues: DialogueSampler | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self.config = config
         self.engine = engine
@@ -154,6 +156,7 @@ class Collector:
         self.seed = seed
         self.ranks = ranks
         self.dialogues = dialogues
+        self.ends = ends
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id, for `partition_prompts`."""
         self.noise_widening: dict[str, float] = {}
@@ -265,7 +268,7 @@ class Collector:
         local, draws = [prompts[index] for index in indices], [index % len(_draws(weights)) for index in indices]
         completions = self._generate(local, draws, weights, seconds)
         with _timed(seconds, "reward"):
-            groups = score_groups(config.rewards, self.tokenizer, local, completions)
+            groups = score_groups(config.rewards, self.tokenizer, local, completions, self.ends)
         groups = [replace(group, draw=draw) for group, draw in zip(groups, draws, strict=True)]
         if ranks.size == 1:
             return groups
