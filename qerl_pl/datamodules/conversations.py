@@ -18,6 +18,7 @@ from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table, without_thousands
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.start_checks import check_intervals
+from qerl_pl.text_parts import PartTokenizer
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")
@@ -167,15 +168,12 @@ class ConversationDataModule(ResumableDataModule):
                 parts.append(self._parts(tokenizer, row))
             except UserError as error:
                 raise UserError(f"row {number} of the {use} data: {error}") from error
-        texts = [text for row_parts in parts for text, _ in row_parts]
-        ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
+        ids = PartTokenizer(tokenizer)([[text for text, _ in row_parts] for row_parts in parts])
         conversations = []
-        for index, row_parts in enumerate(parts):
-            begins = _beginning(tokenizer) if _is_text(rows[index]) else []
-            encoded = [(list(next(ids)), trained) for _, trained in row_parts]
-            conversations.append(
-                _conversation(f"{use}-{index}", begins, encoded, tokenizer.eos_token_id, self._full_sequence)
-            )
+        for index, (row, row_parts, encoded) in enumerate(zip(rows, parts, ids, strict=True)):
+            begins = _beginning(tokenizer) if _is_text(row) else []
+            masked = list(zip(encoded, (trained for _, trained in row_parts), strict=True))
+            conversations.append(_conversation(f"{use}-{index}", begins, masked, tokenizer, self._full_sequence))
         kept = [conversation for conversation in conversations if len(conversation.token_ids) <= self.max_length]
         if not kept:
             shortest = min(len(conversation.token_ids) for conversation in conversations)
@@ -213,7 +211,13 @@ class ConversationDataModule(ResumableDataModule):
         parts = render_conversation(tokenizer, rendered, self.chat_template_kwargs, assistant[0], _tools(row))
         trained = [full_sequence or index in assistant for _, index in parts]
         last = max(position for position, one in enumerate(trained) if one)
-        return [(text, one) for (text, _), one in zip(parts, trained, strict=True)][: last + 1]
+        joined: list[tuple[str, bool]] = []
+        for (text, _), one in list(zip(parts, trained, strict=True))[: last + 1]:
+            if joined and not (one or joined[-1][1]):  # a prompt is tokenized in one piece, as in rollouts
+                joined[-1] = joined[-1][0] + text, False
+            else:
+                joined.append((text, one))
+        return joined
 
     def _messages(self, row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
         """A row's messages, and how many of them are its prompt."""
@@ -276,15 +280,24 @@ def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _conversation(
-    id: str, begins: list[int], parts: list[tuple[list[int], bool]], eos: int, full_sequence: bool
+    id: str,
+    begins: list[int],
+    parts: list[tuple[list[int], bool]],
+    tokenizer: PreTrainedTokenizerBase,
+    full_sequence: bool,
 ) -> Conversation:
-    """Join the parts' tokens; unless the full sequence is trained, a trained part ends with its end-of-sequence token,
-    which the last one always has."""
-    tokens, trained = list(begins), [False] * len(begins)
+    """Join the parts' tokens; unless the full sequence is trained, a trained part ends with the end-of-sequence token
+    behind its text, which the last one always has."""
+    doubled = next((ids for ids, _ in parts if ids), [])[:1] == begins  # a text may have been rendered with it
+    tokens = [] if doubled else list(begins)
+    trained, eos = [False] * len(tokens), int(tokenizer.eos_token_id)
     for position, (ids, learned) in enumerate(parts):
         end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
+        ended = eos in ids and not str(tokenizer.decode(ids[end:], skip_special_tokens=True)).strip()
+        if not ended:  # the text goes on behind one that it mentions
+            end = len(ids)
         if position == len(parts) - 1:
-            ids = ids[:end] if eos in ids else [*ids, eos]
+            ids = ids[:end] if ended else [*ids, eos]
             end = len(ids)
         tokens += ids
         trained += [learned and (full_sequence or place < end) for place in range(len(ids))]
