@@ -126,9 +126,8 @@ class Words:
     eos_token_id: int | None = None
 
     def batch_decode(
-        self, rows: Sequence[Sequence[int]], skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+        self, rows: Sequence[Sequence[int]], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False
     ) -> list[str]:
-        assert not skip_special_tokens and not clean_up_tokenization_spaces
         return [" ".join(str(token) for token in row) for row in rows]
 
 

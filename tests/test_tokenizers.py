@@ -1,4 +1,4 @@
-"""Other people's tokenizers: tags and stop strings that are special tokens, SentencePiece, spaces, end tokens in texts."""
+"""Other tokenizers: tags and stop strings that are special tokens, SentencePiece, spaces, end tokens in texts."""
 
 import json
 from functools import cache
@@ -78,8 +78,11 @@ PHI_TOKENS = ("<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
 
 @cache
 def sentencepiece(scheme: str, template: str) -> PreTrainedTokenizerBase:
-    """A tiny BPE tokenizer with byte fallback, or of bytes: the space before a text is that of a normalizer, as Llama 2,
-    Mistral and Phi-3 have it, or of a pre-tokenizer, before each text between special tokens or before the first."""
+    """A tiny BPE tokenizer with byte fallback, or of bytes.
+
+    The space before a text is that of a normalizer, as Llama 2, Mistral and Phi-3 have it, or of a pre-tokenizer,
+    before each text between special tokens or before the first.
+    """
     core = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=scheme != "bytes"))
     if scheme == "legacy":
         core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -123,8 +123,10 @@ def score_groups(
 def completion_texts(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], ends: Collection[int]
 ) -> list[str]:
-    """Texts of sampled tokens without those that end or pad; other special tokens stay, as tags may be some."""
-    left_out = {tokenizer.pad_token_id, tokenizer.eos_token_id, *ends}
+    """Texts of sampled tokens without special ones that end or pad; other special tokens stay, as tags may be some."""
+    ending = [token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, *ends) if token is not None]
+    texts = tokenizer.batch_decode([[token] for token in ending], skip_special_tokens=True)
+    left_out = {token for token, text in zip(ending, texts, strict=True) if not text}
     kept = [[token for token in row if token not in left_out] for row in rows]
     return list(tokenizer.batch_decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
