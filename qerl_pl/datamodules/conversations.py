@@ -73,7 +73,7 @@ class ConversationDataModule(ResumableDataModule):
     Args:
         path: JSONL or parquet file, folder with a file per split, hub name, or a list of rows (dictionaries).
         split: Split of the table; a single file has none.
-        subset: Configuration of the hub's data set; local files have none.
+        subset: Configuration of a hub data set or its folder; files have none.
         batch_size: Conversations an optimizer step, over all devices.
         val_size: Conversations held out to validate on; 0 for none.
         val_batch_size: Conversations a validation batch; null takes batch_size.

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, local_file, read_table
+from qerl_pl.datamodules.table_files import split_files
+from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, read_table
 from qerl_pl.errors import UserError
 from qerl_pl.types import Prompt
 
@@ -33,7 +34,7 @@ class TableDataModule(PromptDataModule):
         val_split: Split to validate on, such as validation; null splits prompts off the training split.
         test_split: Split to test on; null tests on the validation prompts. Like `val_split` only of a folder or a hub
             data set.
-        subset: Configuration of the hub's data set; local files have none. Only of a single table.
+        subset: Configuration of a hub data set or its folder; files have none. Only of a single table.
         question: Column of the prompt; null takes prompt, messages, question or problem. Only of a single table.
         answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one. Only of
             a single table.
@@ -168,7 +169,7 @@ class TableDataModule(PromptDataModule):
 
     @property
     def _has_one_split(self) -> bool:
-        return not isinstance(self.path, str) or Path(self.path).expanduser().is_file()
+        return not isinstance(self.path, str) or Path(self.path).expanduser().is_file() or "*" in self.path
 
     @property
     def _name(self) -> str:
@@ -180,7 +181,7 @@ class GSM8KDataModule(TableDataModule):
 
     Args:
         path: Hub name, a folder with train.jsonl and test.jsonl (or parquet), or a single file to train on.
-        subset: Configuration of the hub's data set; local files have none.
+        subset: Configuration of a hub data set or its folder; files have none.
         val_split: Split of the validation prompts, such as test; null splits them off the training split.
         batch_size: Prompts a training batch, over all devices.
         val_size: Prompts to validate on; 0 for none.
@@ -341,9 +342,8 @@ class BigMathDataModule(PromptDataModule):
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_path is None:
             return None
-        val_file = local_file(self.val_path, "test", "data.val_path")
-        train_file = local_file(self.path, "train", "data.path")
-        if val_file is not None and train_file is not None and val_file.samefile(train_file):
+        val_files = {file.resolve() for file in split_files(self.val_path, "test", "data.val_path")}
+        if val_files & {file.resolve() for file in split_files(self.path, "train", "data.path")}:
             raise UserError(
                 f"val_path must be another table than is trained on; got val_path={self.val_path} and "
                 f"path={self.path}; name another, or set it to null to hold prompts out."
