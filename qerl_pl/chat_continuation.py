@@ -7,11 +7,12 @@ reasoning, does not change a token that was sampled or read before.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import Chat, messages_of, template_texts
+from qerl_pl.chat_template import Chat, TemplateFrame, messages_of, template_texts
 from qerl_pl.errors import UserError
 from qerl_pl.text_parts import PartTokenizer
 
@@ -61,8 +62,13 @@ class ChatContinuation:
             observation: What the environment's `reset` returned, appended to the last message.
 
         Raises:
-            UserError: As `render_prompts`.
+            UserError: As `render_prompts`, or the chat is text that the template has rendered already.
         """
+        if isinstance(chat, str) and self._frame.made(chat):
+            raise UserError(
+                "the prompts of an environment are rendered with its tools and observation; got text that a chat "
+                f"template has rendered already, {chat!r:.60}; give messages, or the user's text alone"
+            )
         messages: list[dict[str, Any]] = [*messages_of(chat, self.system_prompt)]
         texts = [] if observation is None else [observation]
         begin, end = self._marks(texts)
@@ -140,6 +146,10 @@ class ChatContinuation:
         while text_ids and text_ids[-1] in self.ends:
             del text_ids[-1]
         return str(self.tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _frame(self) -> TemplateFrame:
+        return TemplateFrame(self.tokenizer, self.template_kwargs)
 
     @property
     def _name(self) -> str:

@@ -61,6 +61,11 @@ class PartTokenizer:
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
 
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The begin-of-sequence token if the tokenizer puts it before a text."""
+    return [tokenizer.bos_token_id] if list(tokenizer("")["input_ids"])[:1] == [tokenizer.bos_token_id] else []
+
+
 def _without_leading_space(step: Any) -> Any:
     """The description of a normalizer or pre-tokenizer without what puts a space before a text."""
     if isinstance(step, list):

@@ -32,7 +32,8 @@ TAGGED: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", TAGGED)
 def test_rewards_see_all_tokens_but_end_and_padding(name: str, special: bool) -> None:
     tokenizer = build_tokenizer()
-    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in (*TAGS, "<|done|>")])
+    tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
+    tokenizer.add_tokens([AddedToken("<|done|>", special=True)])
     sampled, text = TAGGED[name]
     ids = tuple(tokenizer(sampled)["input_ids"])
     completion = Completion(ids, (0.0,) * len(ids), "stop")

@@ -12,7 +12,7 @@ from typing import Any, cast
 from qerl_pl.chat_template import SYSTEM_PROMPT
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.datamodules.table_files import split_files
-from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, read_table
+from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, check_prompt, draw, read_table
 from qerl_pl.errors import UserError
 from qerl_pl.types import Prompt
 
@@ -330,7 +330,7 @@ class BigMathDataModule(PromptDataModule):
     def train_rows(self) -> Sequence[Row]:
         table = read_table(self.path, "train", ("problem", "answer"))
         self._check_columns(table)
-        rows = _rows(table, "train", self._keeps)
+        rows = _rows(table, "train", self._keeps, self.path)
         if not rows:
             raise UserError(
                 f"the filters must leave rows; none of {len(table)} of {self.path} passes {self._filters()}; "
@@ -349,7 +349,7 @@ class BigMathDataModule(PromptDataModule):
                 f"path={self.path}; name another, or set it to null to hold prompts out."
             )
         table = read_table(self.val_path, "test", ("problem", "answer"), key="data.val_path")
-        rows = _rows(table, "validation", lambda row: True)
+        rows = _rows(table, "validation", lambda row: True, self.val_path)
         for number, row in enumerate(rows, start=1):
             if not row.reference.strip():
                 raise UserError(f"an answer must not be empty; row {number} of {self.val_path} has none; correct it.")
@@ -390,13 +390,16 @@ class BigMathDataModule(PromptDataModule):
         return self.sources is None or row.get("source") in self.sources
 
 
-def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool]) -> list[Row]:
+def _rows(
+    table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool], source: str
+) -> list[Row]:
     """Rows that pass a filter, with the ids of the unfiltered table."""
-    return [
-        Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]), columns=row)
-        for index, row in enumerate(table)
-        if keeps(row)
-    ]
+    rows = []
+    for index, row in enumerate(table):
+        if keeps(row):
+            check_prompt(str(row["problem"]), index, source)
+            rows.append(Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]), columns=row))
+    return rows
 
 
 def _with_answers(rows: Sequence[Row], path: str) -> list[Row]:

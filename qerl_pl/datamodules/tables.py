@@ -1,13 +1,15 @@
 """Tables of prompts and reference answers: from the hub, local files or memory; and sets of rows by name."""
 
+import ast
+import json
 import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from qerl_pl.datamodules.table_files import SUFFIXES, read_file, read_hub, split_files
+from qerl_pl.datamodules.table_files import SUFFIXES, first_line, read_file, read_hub, split_files
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Prompt
@@ -18,10 +20,20 @@ _PROMPTS = ("prompt", "messages", "question", "problem")
 _ANSWERS = ("answer", "solution")
 """Default columns, in order of preference."""
 _MESSAGE = ("role", "content")
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{.*["']role["']\s*:.*[\]}]\s*""", re.DOTALL)
+"""What JSON or Python print a list of messages as."""
 ANSWER_MARK = "####"
 """Stands before the final answer in GSM8K's format."""
 _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
 """A number with thousands separators; other commas separate answers."""
+
+
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=_HasId)
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,7 @@ class TableConfig:
             key: Where the user wrote the path, for errors.
 
         Raises:
-            UserError: The table cannot be read, lacks a column, or an answer is empty.
+            UserError: The table cannot be read, lacks a column, or a prompt or an answer is empty.
         """
         table = read_table(self.path, self.split or split, subset=self.subset, key=key)[: self.limit]
         source = self.path if isinstance(self.path, str) else "the list of rows"
@@ -170,6 +182,7 @@ class TableConfig:
                 f"a prompt is in a column {', '.join(_PROMPTS)}; {source} has {', '.join(table[0])}; "
                 "name its column by `question`"
             )
+        table = [_with_messages(row, question, number, source) for number, row in enumerate(table, start=1)]
         conversations = isinstance(table[0].get(question), list)
         columns = [column for column in (None if conversations else question, answer) if column is not None]
         _check_columns(table, source, columns)
@@ -177,9 +190,57 @@ class TableConfig:
         for index, row in enumerate(table):
             messages, last = _conversation(row.get(question), index + 1, source) if conversations else (None, "")
             text = _text(messages) if messages else str(row[question])
+            check_prompt(
+                messages[-1]["content"] if messages and messages[-1]["role"] == "user" else text, index, source
+            )
             reference = last if answer is None else _reference(str(row[answer]), index + 1, source)
             rows.append(Row(f"{name}-{index}", text, reference, messages, row))
         return rows
+
+
+def check_prompt(text: str, index: int, source: str) -> None:
+    """Refuse a prompt without text.
+
+    Raises:
+        UserError: It has none.
+    """
+    if not text.strip():
+        raise UserError(
+            f"a prompt must not be empty; row {index + 1} of {source} has none; fill it in, or remove the row"
+        )
+
+
+def _with_messages(row: Mapping[str, Any], column: str, number: int, source: str) -> Mapping[str, Any]:
+    """The row with messages in place of their text, if the column has that."""
+    messages = messages_of_text(row.get(column), f"{column} of row {number} of {source}")
+    return row if messages is row.get(column) else {**row, column: messages}
+
+
+def messages_of_text(value: Any, place: str) -> Any:
+    """A list of messages of its JSON, or of what Python prints, as in CSV files; any other value as it is.
+
+    Args:
+        value: Of a column.
+        place: Where it stands, for errors.
+
+    Raises:
+        UserError: The text looks like messages, but is neither.
+    """
+    if not isinstance(value, str) or not _MESSAGES_AS_TEXT.fullmatch(value):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        try:
+            found = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError) as error:
+            raise UserError(
+                f"messages that are text are JSON; {place} is {value!r:.60}, which is not ({first_line(error)}); "
+                "write the column by json.dumps"
+            ) from error
+    turns = found if isinstance(found, list) else [found]
+    are_messages = all(isinstance(turn, Mapping) and turn.keys() >= set(_MESSAGE) for turn in turns)
+    return turns if turns and are_messages else value
 
 
 def _first_column(table: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
@@ -236,15 +297,22 @@ def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]
     train_texts = {text for text, references in answers.items() if len(references) == 1}
     for name, prompts in sets.items():
         shared = [prompt.id for prompt in prompts if prompt.text in train_texts]
-        if shared:
-            log.warning(
-                "%d of %d %s questions (the first is that of %s) are trained on, too: accuracy there is not that of "
-                "new questions; take them out of one of the two",
-                len(shared),
-                len(prompts),
-                f"{use} on {name}" if name else use,
-                shared[0],
-            )
+        warn_of_shared(shared, len(prompts), f"{use}{f' on {name}' if name else ''} questions", "accuracy")
+
+
+def warn_of_shared(shared: Sequence[str], count: int, rows: str, metric: str) -> None:
+    """Warn that these of `count` held-out rows are trained on."""
+    if shared:
+        log.warning(
+            "%d of %d %s (the first is that of %s) are trained on, too: %s there is not that of new %s; take them out "
+            "of one of the two",
+            len(shared),
+            count,
+            rows,
+            shared[0],
+            metric,
+            rows.rpartition(" ")[2],
+        )
 
 
 def check_sizes(total: int, held_out: int, batch_size: int, weighted: int | None = None) -> None:
@@ -302,7 +370,7 @@ def sets_by_name(
     return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
 
 
-def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+def draw(prompts: Sequence[T], count: int, seed: int) -> list[T]:
     """Draw prompts by seed and id, so that another token limit or filter changes few of them."""
     drawn = sorted(prompts, key=lambda prompt: stream_seed(seed, "held out", prompt.id))[:count]
     return sorted(drawn, key=lambda prompt: (len(prompt.id), prompt.id))
