@@ -114,9 +114,9 @@ class ChatContinuation:
             raise self._cannot_go_on(answers)
         ids = self._ids("said", parts, max_tokens)
         if turn and turn[-1] in self.ends:  # the template's own end is left out, and a space before it
-            end = next((index for index, token in enumerate(ids) if token in self.ends), None)
-            if end is not None and not str(self.tokenizer.decode(ids[:end])).strip():
-                ids = ids[end + 1 :]
+            place = next((index for index, token in enumerate(ids) if token in self.ends), None)
+            if place is not None and not str(self.tokenizer.decode(ids[:place])).strip():
+                ids = ids[place + 1 :]
         return tuple(ids)
 
     def check(self, role: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -34,7 +34,8 @@ class PartTokenizer:
             ids = iter(self._whole([part for parts in rows for part in parts]))
             return [[next(ids) for _ in parts] for parts in rows]
         prefixes = ["".join(parts[: count + 1]) for parts in rows for count in range(len(parts))]
-        ids, found = iter(self._whole(prefixes)), []
+        ids = iter(self._whole(prefixes))
+        found: list[list[list[int]]] = []
         for parts in rows:
             before: list[int] = []
             found.append([])
