@@ -7,12 +7,14 @@ reasoning, does not change a token that was sampled or read before.
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import Chat, messages_of, template_texts
+from qerl_pl.chat_template import Chat, TemplateFrame, messages_of, template_texts
 from qerl_pl.errors import UserError
+from qerl_pl.text_parts import PartTokenizer
 
 CUT = " ... (cut)"
 """Ends an answer that is longer than its limit."""
@@ -40,6 +42,7 @@ class ChatContinuation:
         system_prompt: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._parts = PartTokenizer(tokenizer)
         self.ends = frozenset(ends)
         self.template_kwargs = dict(template_kwargs or {})
         self.system_prompt = system_prompt
@@ -59,8 +62,13 @@ class ChatContinuation:
             observation: What the environment's `reset` returned, appended to the last message.
 
         Raises:
-            UserError: As `render_prompts`.
+            UserError: As `render_prompts`, or the chat is text that the template has rendered already.
         """
+        if isinstance(chat, str) and self._frame.made(chat):
+            raise UserError(
+                "the prompts of an environment are rendered with its tools and observation; got text that a chat "
+                f"template has rendered already, {chat!r:.60}; give messages, or the user's text alone"
+            )
         messages: list[dict[str, Any]] = [*messages_of(chat, self.system_prompt)]
         texts = [] if observation is None else [observation]
         begin, end = self._marks(texts)
@@ -73,7 +81,7 @@ class ChatContinuation:
                 f"an observation is appended to the prompt's last message; the chat template of {self._name} leaves it "
                 "out; give the rows a user's message"
             )
-        return tuple(self._ids(parts))
+        return tuple(self._ids("", parts))
 
     def suffix(
         self,
@@ -104,9 +112,12 @@ class ChatContinuation:
         parts = _split(after, begin, end)
         if not separator or len(parts) != 2 * len(texts) + 1:
             raise self._cannot_go_on(answers)
-        ids = self._ids(parts, max_tokens)
-        ended = bool(turn) and turn[-1] in self.ends
-        return tuple(ids[1:] if ended and ids and ids[0] in self.ends else ids)
+        ids = self._ids("said", parts, max_tokens)
+        if turn and turn[-1] in self.ends:  # the template's own end is left out, and a space before it
+            place = next((index for index, token in enumerate(ids) if token in self.ends), None)
+            if place is not None and not str(self.tokenizer.decode(ids[:place])).strip():
+                ids = ids[place + 1 :]
+        return tuple(ids)
 
     def check(self, role: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Refuse a chat template that cannot go on after a message of this role.
@@ -125,7 +136,7 @@ class ChatContinuation:
             template_texts(self.tokenizer, [user], self.template_kwargs, generation_prompt, tools)[0]
             for generation_prompt in (False, True)
         )
-        asks = self._tokenize(asking.removeprefix(plain)) if asking.startswith(plain) else []
+        asks = self._parts.after(plain, asking.removeprefix(plain)) if asking.startswith(plain) else []
         if not asks or list(suffix[-len(asks) :]) != asks:
             raise self._cannot_go_on(answers)
 
@@ -134,7 +145,11 @@ class ChatContinuation:
         text_ids = list(ids)
         while text_ids and text_ids[-1] in self.ends:
             del text_ids[-1]
-        return str(self.tokenizer.decode(text_ids, skip_special_tokens=False))
+        return str(self.tokenizer.decode(text_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def _frame(self) -> TemplateFrame:
+        return TemplateFrame(self.tokenizer, self.template_kwargs)
 
     @property
     def _name(self) -> str:
@@ -155,27 +170,26 @@ class ChatContinuation:
             number += 1
         return f"qerlmark{number}begin", f"qerlmark{number}end"
 
-    def _ids(self, parts: Sequence[str], max_tokens: int | None = None) -> list[int]:
-        """Token ids of the template's own parts and, at odd indices, of the environment's text."""
+    def _ids(self, before: str, parts: Sequence[str], max_tokens: int | None = None) -> list[int]:
+        """Token ids of the template's own parts and, at odd indices, of the environment's text, after another text."""
         ids: list[int] = []
         for index, part in enumerate(parts):
-            ids += self._text_ids(part, max_tokens) if index % 2 else self._tokenize(part)
+            ids += self._text_ids(before, part, max_tokens) if index % 2 else self._parts.after(before, part)
+            before = part or before
         return ids
 
-    def _tokenize(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
-
-    def _text_ids(self, text: str, max_tokens: int | None) -> list[int]:
-        """Token ids of text without added tokens, also if the text contains their names."""
+    def _text_ids(self, before: str, text: str, max_tokens: int | None) -> list[int]:
+        """Token ids of text after another one, without added tokens, also if the text contains their names."""
         pieces, start = [], 0
         for match in self._controls.finditer(text) if self._controls is not None else ():
             pieces.append(text[start : match.start() + 1])
             start = match.start() + 1
-        ids = [token for piece in (*pieces, text[start:]) for token in self._tokenize(piece)]
+        first, *others = (*pieces, text[start:])
+        ids = self._parts.after(before, first) + [token for piece in others for token in self._parts.alone(piece)]
         if not self._added.isdisjoint(ids):  # where normalization makes a control token of other characters
-            ids = [token for character in text for token in self._tokenize(character) if token not in self._added]
+            ids = [token for character in text for token in self._parts.alone(character) if token not in self._added]
         if max_tokens is not None and len(ids) > max_tokens:
-            ids = ids[:max_tokens] + self._tokenize(CUT)
+            ids = ids[:max_tokens] + self._parts.alone(CUT)
         return ids
 
 

@@ -3,18 +3,21 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 import torch
 import transformers
 from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
 from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
+from qerl_pl.text_parts import beginning
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
 """Asks for the format that the rewards check."""
@@ -55,7 +58,7 @@ def render_prompts(
 
     Args:
         tokenizer: Has a chat template.
-        chats: User messages, or conversations.
+        chats: User messages, or conversations; a text that the template has rendered already is taken as it is.
         system_prompt: System message of chats without their own; None or "" sends none.
         template_kwargs: Variables of the template, such as `enable_thinking`.
         tools: JSON schemas of the tools that the template offers.
@@ -65,10 +68,45 @@ def render_prompts(
     """
     if not chats:
         return []
-    texts = template_texts(
-        tokenizer, [messages_of(chat, system_prompt) for chat in chats], template_kwargs, tools=tools
-    )
-    return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+    frame = TemplateFrame(tokenizer, template_kwargs)
+    rendered = [isinstance(chat, str) and frame.made(chat) for chat in chats]
+    others = [messages_of(chat, system_prompt) for chat, done in zip(chats, rendered, strict=True) if not done]
+    texts = iter(template_texts(tokenizer, others, template_kwargs, tools=tools) if others else [])
+    all_texts = [str(chat) if done else next(texts) for chat, done in zip(chats, rendered, strict=True)]
+    token_ids = [list(ids) for ids in tokenizer(all_texts, add_special_tokens=False)["input_ids"]]
+    begins = beginning(tokenizer) if any(rendered) else []
+    return [
+        [*begins, *ids] if done and ids[: len(begins)] != begins else ids
+        for ids, done in zip(token_ids, rendered, strict=True)
+    ]
+
+
+class TemplateFrame:
+    """What a chat template writes around a user's message, by which texts are known that it has rendered.
+
+    Args:
+        tokenizer: Has a chat template.
+        template_kwargs: Variables of the template.
+
+    Raises:
+        UserError: As `template_texts`.
+    """
+
+    _PROBE = "qerlprobe"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        (text,) = template_texts(tokenizer, [[{"role": "user", "content": self._PROBE}]], template_kwargs)
+        added = tokenizer.added_tokens_decoder.values()
+        self.control_tokens = tuple(str(token) for token in added if token.special and str(token) in text)
+        self._end = text.rpartition(self._PROBE)[2].rstrip()
+
+    def made(self, text: str) -> bool:
+        """Whether a text begins with a control token, or ends as a prompt does: it is rendered already."""
+        return text.lstrip().startswith(self.control_tokens) or bool(self._end and text.rstrip().endswith(self._end))
+
+    def mentioned(self, text: str) -> bool:
+        """Whether a text has control tokens."""
+        return any(token in text for token in self.control_tokens)
 
 
 def template_texts(
@@ -125,33 +163,57 @@ def cached_prompts(
     system_prompt: str | None,
     template_kwargs: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]] = (),
-) -> list[list[int]]:
+) -> Sequence[Sequence[int]]:
     """As `render_prompts`, with a cache on disk, which one process of a machine fills."""
     if len(chats) < CACHED_PROMPTS or not tokenizer.is_fast or tokenizer.chat_template is None:
         return render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
-    described = [
-        transformers.__version__,
-        tokenizer.backend_tokenizer.to_str(),
-        tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None),
-        tokenizer.special_tokens_map,
-        TEMPLATE_DATE.isoformat(),
-        system_prompt,
-        dict(template_kwargs),
-        [chat if isinstance(chat, str) else [dict(message) for message in chat] for chat in chats],
-        *([list(tools)] if tools else []),
-    ]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode())
-    folder = cache_root() / f"prompts-{digest.hexdigest()[:32]}"
-    file = folder / "prompts.safetensors"
+    template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
+    settings = [template, system_prompt, dict(template_kwargs), list(tools), "rendered texts as they are"]
+    described = (chat if isinstance(chat, str) else [dict(message) for message in chat] for chat in chats)
+
+    def rendered() -> dict[str, Tensor]:
+        parts = [chats[start : start + CACHED_PROMPTS] for start in range(0, len(chats), CACHED_PROMPTS)]
+        found = [
+            torch.tensor(ids, dtype=torch.int32)
+            for part in parts
+            for ids in render_prompts(tokenizer, part, system_prompt, template_kwargs, tools)
+        ]
+        return {"tokens": torch.cat(found), "lengths": torch.tensor([len(ids) for ids in found])}
+
+    saved = cached_tensors("prompts", tokenizer, settings, described, rendered)
+    numbers = list(range(int(saved["tokens"].max()) + 1))  # one object a token id, however often it occurs
+    split = saved["tokens"].split(saved["lengths"].tolist())
+    return [tuple(map(numbers.__getitem__, ids.tolist())) for ids in split]
+
+
+def cached_tensors(
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Sequence[Any],
+    rows: Iterable[Any],
+    make: Callable[[], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Tensors of rendered rows, from a cache on disk that one process of a machine fills and all of them map.
+
+    Args:
+        kind: Names the files.
+        tokenizer: A fast one.
+        settings: What the rendering depends on besides.
+        rows: What is rendered.
+        make: Renders.
+    """
+    about = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, *settings]
+    digest = hashlib.sha256()
+    for item in chain([[*about, TEMPLATE_DATE.isoformat()]], rows):
+        digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
+    folder = cache_root() / f"{kind}-{digest.hexdigest()[:32]}"
+    file = folder / f"{kind}.safetensors"
     with build_once(folder) as missing:
         if missing:
-            rendered = render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
-            lengths = torch.tensor([len(ids) for ids in rendered])
-            tokens = torch.tensor([token for ids in rendered for token in ids], dtype=torch.int32)
+            tensors = make()
             with atomic_directory(folder) as unfinished:
-                save_file({"tokens": tokens, "lengths": lengths}, unfinished / file.name)
-    saved = load_file(file)
-    return [ids.tolist() for ids in saved["tokens"].split(saved["lengths"].tolist())]
+                save_file(tensors, unfinished / file.name)
+    return load_file(file)
 
 
 def render_conversation(

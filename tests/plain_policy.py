@@ -89,6 +89,8 @@ class PlainPolicy:
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
         self.ends = {*ends, self.tokenizer.eos_token_id}
+        special = {*self.tokenizer.all_special_ids}
+        self.unwritten = special & {*self.ends, self.tokenizer.pad_token_id}
         self.base: dict[str, Tensor] = {}
         files = load_file(folder / "model.safetensors")
         for name, tensor in files.items():
@@ -199,8 +201,8 @@ class PlainPolicy:
             token = int(scores.argmax()) if sampling.temperature == 0 else _inverted(scores.exp().tolist(), uniform)
             tokens.append(token)
             logprobs.append(scores[token].item())
-            text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-            if token in self.ends or any(string in text for string in sampling.stop):
+            text = str(self.tokenizer.decode([one for one in tokens if one not in self.unwritten]))
+            if token in self.ends or any(string in self.tokenizer.decode(tokens) for string in sampling.stop):
                 return Sample(tokens, logprobs, text, truncated=False)
         return Sample(tokens, logprobs, text, truncated=True)
 

@@ -123,9 +123,11 @@ class Words:
     """A tokenizer of five words and a pad token."""
 
     pad_token_id: int | None = 9
+    eos_token_id: int | None = None
 
-    def batch_decode(self, rows: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        assert skip_special_tokens
+    def batch_decode(
+        self, rows: Sequence[Sequence[int]], skip_special_tokens: bool, clean_up_tokenization_spaces: bool = False
+    ) -> list[str]:
         return [" ".join(str(token) for token in row) for row in rows]
 
 

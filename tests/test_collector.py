@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.chat_template import render_prompts
@@ -16,7 +16,8 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.task import ArithmeticTask
-from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.toy.tokenizer import EOS, PAD
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 SAMPLING = SamplingConfig(max_tokens=5)
 
@@ -30,6 +31,11 @@ class Letters:
 
     def __call__(self, samples: Any) -> list[float]:
         return [sum(map(ord, sample.completion)) % 2 + len(self.name) / 100 for sample in samples]
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> str:
+    """The text that rewards see: all but end and padding."""
+    return str(tokenizer.decode(completion.token_ids)).replace(EOS, "").replace(PAD, "")
 
 
 class Sized:
@@ -108,7 +114,7 @@ def test_prompts_and_weights_in_an_experience_out(
         assert found.mask[row].nonzero().flatten().tolist() == list(range(start, end))
         assert found.sampler_logprobs[row, start:end].tolist() == pytest.approx(one.logprobs)
         assert found.lengths[row] == end and found.truncated[row] == (one.finish_reason == "length")
-        said.append(tokenizer.decode(one.token_ids, skip_special_tokens=True))
+        said.append(text_of(tokenizer, one))
     assert [record.completion for record in found.records] == said
     rewards = [sum(map(ord, text)) % 2 + 0.07 + 0.5 * len(text) for text in said]
     means = [sum(rewards[:3]) / 3] * 3 + [sum(rewards[3:]) / 3] * 3
@@ -152,7 +158,7 @@ def test_an_evaluation_keeps_every_answer(
             *engine.generate([greedy], SamplingConfig(max_tokens=5, temperature=0.0))[0],
             *engine.generate([sampled], SAMPLING)[0],
         ]
-        texts = [tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in completions]
+        texts = [text_of(tokenizer, one) for one in completions]
         right = [sum(map(ord, text)) % 2 == 1 for text in texts]
         answers = [(text[:1] or None) if accuracy_reward else None for text in texts]
         assert [(one.correct, one.answer) for one in (graded.greedy, *graded.samples)] == list(

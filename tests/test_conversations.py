@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import render_prompt
+from qerl_pl.chat_template import CACHED_PROMPTS, render_prompt
 from qerl_pl.datamodules import ArithmeticConversations, ConversationDataModule
-from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, padded
+from qerl_pl.datamodules.conversation_rows import Conversation, Conversations
+from qerl_pl.datamodules.conversations import ConversationBatch, padded
 from qerl_pl.errors import UserError
 from qerl_pl.toy.task import split_of
 
@@ -331,3 +332,120 @@ def test_generated_sums_differ_between_training_and_validation(tokenizer: PreTra
             words = row["question"].replace(".", " ").replace("?", " ").split()
             numbers = tuple(int(word) for word in words if word.isdigit())
             assert split_of(numbers) == split and row["answer"].endswith(f"<answer>{sum(numbers)}</answer>")
+
+
+MESSAGES = '[{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2\\n"}]'
+AS_TEXT: dict[str, dict[str, Any]] = {
+    "JSON": {"messages": MESSAGES},
+    "indented JSON": {"messages": f"\n {json.dumps(json.loads(MESSAGES), indent=2)}\n"},
+    "what Python prints": {"messages": repr(json.loads(MESSAGES))},
+    "two lists": {"prompt": MESSAGES.partition("}, ")[0] + "}]", "completion": str(json.loads(MESSAGES)[1:])},
+    "one message each": {"prompt": json.dumps(json.loads(MESSAGES)[0]), "completion": repr(json.loads(MESSAGES)[1])},
+    "a list": {"messages": json.loads(MESSAGES)},
+    "a question that is rendered": {"question": "<|bos|><|user|>1+1?<|assistant|>", "answer": "2\n"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AS_TEXT)
+def test_messages_may_be_text(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    (conversation,) = conversations(tokenizer, AS_TEXT[name])
+    assert texts(tokenizer, conversation) == ("<|bos|><|user|>1+1?<|assistant|>2\n<|eos|>", "2\n<|eos|>")
+
+
+NOT_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "numpy's lists": ({"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'b'}]"}, "row 1 .* are JSON; colu"),
+    "broken JSON": ({"messages": '[{"role": "user", "content": "a}]'}, "row 1 .*: messages that are text are JSON"),
+    "other objects": ({"messages": '[{"from": "human", "value": "a"}]'}, "column messages must have a list of mess"),
+    "plain text": ({"messages": "1+1?"}, "column messages must have a list of messages"),
+    "an empty question": ({"question": " \n", "answer": "2"}, "row 1 .*: a question and its answer must not be"),
+    "an empty answer": ({"question": "1+1?", "answer": ""}, "row 1 .*: a question and its answer must not be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_MESSAGES)
+def test_text_that_is_no_messages_is_refused(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    row, message = NOT_MESSAGES[name]
+    with pytest.raises(UserError, match=message):
+        conversations(tokenizer, row)
+    json_answer = {"prompt": "Write messages:", "completion": MESSAGES}  # text that is taken as it is
+    (conversation,) = conversations(tokenizer, json_answer)
+    assert texts(tokenizer, conversation)[1] == f"{MESSAGES}<|eos|>"
+
+
+def test_many_rows_are_cached_and_lie_in_tensors(tiny_policy_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    rows = [{"question": f"Is it {n}?", "answer": "Yes. " * (9 * n % 50)} for n in range(1, CACHED_PROMPTS + 1)]
+    rows = [row | {"answer": row["answer"] or "No."} for row in rows]
+
+    def read(rows: list[dict[str, Any]], **settings: Any) -> ConversationDataModule:
+        given = {"batch_size": 8, "val_size": 9, "tokenizer": str(tiny_policy_dir)} | settings
+        data = ConversationDataModule(rows, **given)
+        data.setup("fit")
+        return data
+
+    first, again = read(rows), read(rows)
+    assert len([*tmp_path.glob("conversations-*")]) == 1
+    assert first.state_dict() == again.state_dict() and [*first._train] == [*again._train]
+    few = read(rows[:-1])  # too few for the cache
+    held_out = {row.id for row in first._val}
+    expected = {row.id: row for row in (*few._train, *few._val)}
+    assert all(expected.get(row.id, row) == row for row in (*first._train, *first._val))
+    assert [row.id for row in first._val] == sorted(held_out, key=lambda id: (len(id), id))
+    assert [row.id for row in first._train] == [f"training-{n}" for n in range(1000) if f"training-{n}" not in held_out]
+    assert isinstance(first._train, Conversations)  # five bytes a token, not forty-four
+    assert {name: tensor.element_size() for name, tensor in first._train._tensors.items()} == {
+        "tokens": 4, "trained": 1, "lengths": 8
+    }  # fmt: skip
+    short = read(rows, max_length=150)  # of the same cache
+    read(rows, system_prompt=None), read(rows, completion_only_loss=False), read([*rows[1:], rows[1]])
+    assert len(short._train) < len(first._train) and len([*tmp_path.glob("conversations-*")]) == 4
+
+
+REPEATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], int]] = {
+    "a row": ([{"prompt": "a", "completion": "b"}], [{"prompt": "a", "completion": "b"}], {}, 1),
+    "a row in another format": (
+        [{"messages": DIALOGUE[:2]}],
+        [{"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:2]}, {"messages": DIALOGUE}],
+        {},
+        1,
+    ),
+    "a prompt with another answer": (
+        [{"prompt": "ab", "completion": "b"}],
+        [{"prompt": "ab", "completion": "c"}],
+        {},
+        1,
+    ),
+    "one of several answers": (
+        [{"prompt": "a", "completion": text} for text in "bc"],
+        [{"prompt": "a", "completion": text} for text in "cd"],
+        {},
+        1,
+    ),
+    "a conversation that begins alike": ([{"messages": DIALOGUE[:2]}], [{"messages": DIALOGUE}], {}, 0),
+    "whole conversations": (
+        [{"prompt": "a", "completion": "b"}],
+        [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "c"}],
+        {"completion_only_loss": False},
+        1,
+    ),
+    "every turn": ([{"messages": DIALOGUE}], [{"messages": DIALOGUE}] * 2, {"assistant_only_loss": True}, 2),
+    "nothing": ([{"prompt": "a", "completion": "b"}], [{"prompt": "b", "completion": "b"}], {}, 0),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_rows_that_are_trained_on_and_held_out_are_counted(
+    tiny_policy_dir: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    train, held_out, settings, count = REPEATS[name]
+
+    class Both(ConversationDataModule):
+        def val_rows(self) -> list[dict[str, Any]]:
+            return held_out
+
+    Both(train, batch_size=1, tokenizer=str(tiny_policy_dir), **settings).setup("fit")
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == bool(count)
+    for warning in warnings:
+        assert warning.startswith(f"{count} of {len(held_out)} validation rows (the first is that of validation-")
+        assert warning.endswith("the loss there is not that of new rows; take them out of one of the two")

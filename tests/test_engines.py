@@ -91,7 +91,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {"<pad>": 0, "<eos>": EOS} | {word: index for word, index in words.items() if index > 1}
     core = Tokenizer(WordLevel(words, unk_token="<pad>"))
     core.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    special = {
+        "pad_token": "<pad>",
+        "eos_token": "<eos>",
+        "extra_special_tokens": [f"w{n}" for n in range(2, VOCAB, 2)],
+    }
+    PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
     # Mistral's repositories have the weights in a second layout, too, which vLLM would take.
     names = dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -532,6 +537,17 @@ def test_completions_end_at_the_end_token_a_stop_string_or_the_limit(
     completion = engine.generate([RolloutRequest(PROMPTS[1], (0,))], asked)[0][0]
     assert completion.token_ids == free[: word + 1]
     assert completion.finish_reason == "stop"
+
+
+def test_a_stop_string_may_be_a_special_token(engine: RolloutEngine, reference: PeftModel) -> None:
+    engine.sync(weights_of(reference))
+    free = greedy(engine)[1].token_ids
+    assert {token % 2 for token in free[:10]} == {0, 1}  # every second word is special
+    for word in free[:10]:
+        asked = replace(GREEDY, stop=(f"w{word}",))
+        (completion,) = engine.generate([RolloutRequest(PROMPTS[1], (0,))], asked)[0]
+        end = next(index for index, token in enumerate(free) if f"w{token}".startswith(asked.stop[0]))
+        assert (completion.token_ids, completion.finish_reason) == (free[: end + 1], "stop")
 
 
 def test_prompts_that_cannot_be_continued_are_refused(engine: RolloutEngine, reference: PeftModel) -> None:

@@ -125,11 +125,11 @@ POLICIES: dict[str, dict[str, Any]] = {"GRPO": {"train_norms": True}, "GSPO": {"
 WRITTEN: dict[str, dict[str, Any]] = {
     "GRPO": {
         "completions": [[" itred\x11inkell", 5], ["in", 1], ["und\ufffd\x05\x15\ufffdS\ufffd", 7]],
-        "reward/mean": [0.5775, 0.40625, 0.410417, 0.572222],
-        "optim/loss": [0.01383057, 0.1847485, 0.03648573, 0.02760777],
-        "optim/grad_norm": [3.792950, 5.397995, 2.484018, 2.005087],
-        "policy/kl": [0.1239629, 0.3302814, 0.1360706, 0.1057372],
-        "adapter": [4.224534, 1.160992],
+        "reward/mean": [0.5208333, 0.4194444, 0.5322917, 0.6302083],
+        "optim/loss": [0.01209413, 0.1698623, 0.03312287, 0.0433208],
+        "optim/grad_norm": [3.582618, 5.897181, 2.180964, 2.233714],
+        "policy/kl": [0.1250262, 0.3086488, 0.1801282, 0.1678043],
+        "adapter": [4.225182, 1.186285],
     },
     "DAPO": {
         "completions": [
@@ -137,11 +137,11 @@ WRITTEN: dict[str, dict[str, Any]] = {
             ["}\x07imBen him\ufffdwicear", 8],
             ["DAf6 moreoksoesam\ufffd", 8],
         ],
-        "reward/mean": [0.205, 0.5808333, 0.4361111, 0.4190476],
-        "optim/loss": [-0.3183306, -0.05578420, 0.1167735, -0.03771424],
-        "optim/grad_norm": [1.875434, 1.756321, 2.184969, 3.656153],
-        "policy/kl": [0.05621020, 0.8778161, 0.4865476, 0.4927799],
-        "adapter": [4.497654, 1.848186],
+        "reward/mean": [0.205, 0.5808333, 0.4361111, 0.4238095],
+        "optim/loss": [-0.3183306, -0.05578420, 0.1167735, -0.007965659],
+        "optim/grad_norm": [1.875434, 1.756321, 2.184969, 3.831152],
+        "policy/kl": [0.05621020, 0.8778161, 0.4865476, 0.4940163],
+        "adapter": [4.497559, 1.848053],
     },
 }
 """By recipe: text and tokens of the first completions sampled for training (six were sampled to evaluate), numbers of

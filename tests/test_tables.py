@@ -22,13 +22,16 @@ from PIL import Image
 from pyarrow.parquet import write_table
 from safetensors.torch import load_file, save_file
 from test_data import make_tokenizer, prompts_of, write_jsonl
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from qerl_pl.chat_template import CACHED_PROMPTS, render_prompts
+from qerl_pl.chat_continuation import ChatContinuation
+from qerl_pl.chat_template import CACHED_PROMPTS, cached_prompts, render_prompts
 from qerl_pl.cli.main import main
-from qerl_pl.datamodules import Row, TableConfig, TableDataModule
+from qerl_pl.datamodules import BigMathDataModule, Row, TableConfig, TableDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import row_digest
+from qerl_pl.toy.tokenizer import build_tokenizer
 from qerl_pl.types import Prompt
 
 ROWS = [{"question": f"How many are {n} ?", "answer": str(n), "level": "easy"} for n in range(20)]
@@ -410,3 +413,124 @@ def test_where_nothing_is_validated_no_row_is_held_out(tokenizer: str, caplog: p
         for _ in range(2):  # as Lightning does
             data.setup("fit")
     assert "held out" not in caplog.text and caplog.text
+
+
+# Texts of conversations ----------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "How\nmany?"}, {"role": "assistant", "content": 'it\'s "3"'}]
+AS_TEXT: dict[str, Any] = {
+    "JSON": json.dumps(MESSAGES),
+    "indented JSON": json.dumps(MESSAGES, indent=1),
+    "what Python prints": repr(MESSAGES),
+    "a message": json.dumps(MESSAGES[0]),
+    "messages": MESSAGES,
+}
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+@pytest.mark.parametrize("kind", ["list", "csv", "parquet"])
+@pytest.mark.parametrize("name", AS_TEXT)
+def test_messages_may_be_text(tmp_path: Path, name: str, kind: str, column: str) -> None:
+    given = {column: AS_TEXT[name], "answer": "3"}
+    path: Any = [given] if kind == "list" else str(tmp_path / f"table.{kind}")
+    if kind == "csv":
+        write_csv(Path(path), [given])
+    elif kind == "parquet":
+        write_table(pyarrow.Table.from_pylist([given]), path)
+    (row,) = TableDataModule(path).train_rows()
+    assert (row.question, row.reference, row.messages) == ("How\nmany?", "3", (MESSAGES[0],))
+    assert [{**turn} for turn in row.columns[column]] == (MESSAGES[:1] if name == "a message" else MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"role": "user"}] What is missing?',
+        '{"name": "Tom", "role": "cook"}',
+        "[1, 2, 3]",
+        "Is {role: user} a set?",
+        '[{"from": "human", "value": "a"}]',
+    ],
+)
+def test_other_text_stays_text(text: str) -> None:
+    (row,) = TableDataModule([{"prompt": text, "answer": "3"}]).train_rows()
+    assert (row.question, row.messages) == (text, None)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([{"prompt": "[{'role': 'user', 'content': 'a'}\n {'role': 'b'}]"}], "are JSON; prompt of row 1 of .*; write"),
+        ([{"messages": '[{"role": "user", "content": "a}]'}], "are JSON; messages of row 1 of the list of rows is"),
+        ([{"prompt": "a"}, {"prompt": AS_TEXT["JSON"]}], "hold text or numbers; prompt of row 2"),
+        ([{"prompt": AS_TEXT["JSON"]}, {"prompt": "a"}], "a conversation is a list of messages.* row 2"),
+        ([{"prompt": "a"}, {"prompt": " \n"}], "a prompt must not be empty; row 2 of the list of rows has none; fi"),
+        ([{"question": "", "answer": "1"}], "a prompt must not be empty; row 1"),
+        ([{"prompt": [{"role": "user", "content": ""}]}], "a prompt must not be empty; row 1"),
+        ([{"prompt": [{"role": "system", "content": "b"}, {"role": "user", "content": " "}]}], "must not be empty"),
+        ([{"prompt": [*MESSAGES, {"role": "user", "content": ""}]}], "a prompt must not be empty; row 1"),
+        ("empty.csv", "a prompt must not be empty; row 2 of .*empty.csv"),
+    ],
+)  # fmt: skip
+def test_messages_and_prompts_that_are_none_are_refused(tmp_path: Path, table: Any, message: str) -> None:
+    (tmp_path / "empty.csv").write_text("question,answer\na,1\n,2\n")
+    with pytest.raises(UserError, match=message) as raised:
+        TableDataModule(str(tmp_path / table) if isinstance(table, str) else table).train_rows()
+    assert "\n" not in str(raised.value)
+    big: Any = [{"problem": "a", "answer": "1"}, {"problem": " ", "answer": "1"}]
+    with pytest.raises(UserError, match="a prompt must not be empty; row 2"):
+        BigMathDataModule(big).train_rows()
+
+
+BOS_TEXT = "<|bos|><|user|>How many?<|assistant|>"
+RENDERED: dict[str, tuple[str, str | None]] = {
+    "as the template writes it": (BOS_TEXT, None),
+    "without its beginning": (BOS_TEXT.removeprefix("<|bos|>"), None),
+    "with a system message": (f"<|bos|><|system|>Brief.{BOS_TEXT.removeprefix('<|bos|>')}", None),
+    "with turns": ("<|user|>a<|assistant|>b<|eos|><|user|>c<|assistant|>", None),
+    "with the answer's beginning": (f"{BOS_TEXT}<think>", None),
+    "its end alone": ("How many?<|assistant|>\n", None),
+    "a question": ("How many?", "<|bos|><|system|>S<|user|>How many?<|assistant|>"),
+    "a question of tokens": ("What is <|user|>?", "<|bos|><|system|>S<|user|>What is <|user|>?<|assistant|>"),
+    "a question of tags": ("<think>?", "<|bos|><|system|>S<|user|><think>?<|assistant|>"),
+}
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("name", RENDERED)
+def test_text_that_is_rendered_already_is_taken_as_it_is(
+    name: str, adds_bos: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = build_tokenizer()
+    if adds_bos:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            "<|bos|> $A", special_tokens=[("<|bos|>", tokenizer.bos_token_id)]
+        )
+    text, expected = RENDERED[name]
+    data = TableDataModule([{"prompt": text}], system_prompt="S")
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        (prompt,) = data._render(tokenizer, data.train_rows(), "training")
+    begins = "<|bos|>" if adds_bos and not text.startswith("<|bos|>") else ""
+    assert tokenizer.decode(prompt.token_ids) == (f"{begins}{text}" if expected is None else expected)
+    assert ("1 of 1 training prompts hold the chat template's text already" in caplog.text) == (expected is None)
+    assert ("that of row train-0 the first, have control tokens" in caplog.text) == (name == "a question of tokens")
+
+
+def test_an_environment_takes_no_rendered_text() -> None:
+    continuation = ChatContinuation(build_tokenizer(), [2])
+    with pytest.raises(UserError, match="got text that a chat template has rendered already, '<|bos|>"):
+        continuation.prompt(BOS_TEXT, observation="3")
+    assert continuation.prompt("How many?") == continuation.prompt([{"role": "user", "content": "How many?"}])
+
+
+def test_token_ids_of_many_prompts_share_their_numbers(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded.add_tokens([f"rare{n}" for n in range(600)])
+    chats = [f"rare{n % 600} rare{n % 600}" for n in range(CACHED_PROMPTS + 1)]
+    rendered = cached_prompts(loaded, chats, None, {})
+    assert [list(ids) for ids in rendered] == render_prompts(loaded, chats, None)
+    large = [token for ids in rendered for token in ids if token > 256]
+    assert len({id(token) for token in large}) == len(set(large)) > 400

@@ -273,12 +273,12 @@ class RolloutCallback(Callback, ChecksFirst):
         # The policy of an earlier stage is still loaded, on the weights that it shared then.
         shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
         self._engine_weights = shared, self.engine.memory_gib().get("releasable", 0.0)
-        tokenizer, dialogues = module.tokenizer, self._dialogues
+        tokenizer, dialogues, ends = module.tokenizer, self._dialogues, end_token_ids(module.base_folder)
         self._collector = Collector(
-            self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues
+            self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
         )
         self._collector.expected_lengths = self._expected_lengths
-        self._evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues)
+        self._evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues, ends)
 
     @property
     def collector(self) -> Collector:

@@ -109,7 +109,7 @@ class ResumableDataModule(LightningDataModule, ABC):
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
-        self._train: list[Any] = []
+        self._train: Sequence[Any] = []
         self._digest = ""
 
     @property
@@ -145,9 +145,12 @@ class ResumableDataModule(LightningDataModule, ABC):
         ids = {row.id for row in held_out}
         return held_out, [row for row in rows if row.id not in ids]
 
-    def _set_train(self, rows: list[Any]) -> None:
+    def _set_train(self, rows: Sequence[Any]) -> None:
         self._train = rows
-        self._digest = hashlib.sha256("".join(map(self._identity, rows)).encode()).hexdigest()
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(self._identity(row).encode())
+        self._digest = digest.hexdigest()
 
     def _identity(self, row: Any) -> str:
         """Text of a rendered row, equal in every process."""

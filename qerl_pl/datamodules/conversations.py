@@ -2,10 +2,10 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,26 +13,42 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, check_template_kwargs, render_conversation
+from qerl_pl.chat_template import (
+    CACHED_PROMPTS,
+    SYSTEM_PROMPT,
+    TemplateFrame,
+    cached_tensors,
+    check_template_kwargs,
+    render_conversation,
+)
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
-from qerl_pl.datamodules.tables import ANSWER_MARK, check_sizes, read_table, table_source, without_thousands
+from qerl_pl.datamodules.conversation_rows import Conversation, Conversations
+from qerl_pl.datamodules.tables import (
+    ANSWER_MARK,
+    check_sizes,
+    draw,
+    messages_of_text,
+    read_table,
+    table_source,
+    warn_of_shared,
+    without_thousands,
+)
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.start_checks import check_intervals
+from qerl_pl.text_parts import PartTokenizer, beginning
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")
 
 _FORMATS = "prompt and completion, messages, or question and answer"
+_COLUMNS = ("prompt", "completion", "messages", "question", "answer", "tools")
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """One row of a data set, rendered."""
+class _Named(NamedTuple):
+    """A row to draw."""
 
     id: str
-    token_ids: tuple[int, ...]
-    trained: tuple[bool, ...]
-    """Of each token, whether the loss counts it; False for the first, which nothing predicts."""
+    row: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +88,7 @@ class ConversationDataModule(ResumableDataModule):
     Args:
         path: JSONL or parquet file, folder with a file per split, hub name, or a list of rows (dictionaries).
         split: Split of the table; a single file has none.
-        subset: Configuration of the hub's data set; local files have none.
+        subset: Configuration of a hub data set or its folder; files have none.
         batch_size: Conversations an optimizer step, over all devices.
         val_size: Conversations held out to validate on; 0 for none.
         val_batch_size: Conversations a validation batch; null takes batch_size.
@@ -88,7 +104,7 @@ class ConversationDataModule(ResumableDataModule):
 
     _content = "training conversations"
     _batch_class = ConversationBatch
-    _train: list[Conversation]
+    _train: Sequence[Conversation]
 
     def __init__(
         self,
@@ -117,7 +133,7 @@ class ConversationDataModule(ResumableDataModule):
         self.system_prompt = system_prompt
         self.chat_template_kwargs = chat_template_kwargs
         check_template_kwargs(chat_template_kwargs or {})
-        self._val: list[Conversation] = []
+        self._val: Sequence[Conversation] = []
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
         """All rows to train on, in one of the formats above."""
@@ -148,8 +164,23 @@ class ConversationDataModule(ResumableDataModule):
         elif self.val_size:
             self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
         self._set_train(train)
+        self._warn_of_repeats()
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
+
+    def _warn_of_repeats(self) -> None:
+        """Warn of held-out rows that are trained on, and of those whose prompt has its only answer there."""
+        if not self._val:
+            return
+        answers: dict[int, set[int]] = {}
+        for prompt, answer in (row.prompt_and_answer for row in self._train):
+            answers.setdefault(hash(prompt), set()).add(hash(answer))
+        shared = []
+        for row in self._val:
+            prompt, answer = row.prompt_and_answer
+            known = answers.get(hash(prompt), set())
+            shared += [row.id] if hash(answer) in known or len(known) == 1 else []
+        warn_of_shared(shared, len(self._val), "validation rows", "the loss")
 
     def val_dataloader(self) -> DataLoader[ConversationBatch]:
         """The held-out conversations, in fixed order."""
@@ -157,35 +188,51 @@ class ConversationDataModule(ResumableDataModule):
 
     # Rendering -----------------------------------------------------------------------------------------------------
 
-    def _render(
-        self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
-    ) -> list[Conversation]:
-        """Conversations of at most `max_length` tokens."""
-        parts = []
-        for number, row in enumerate(rows, start=1):
-            try:
-                parts.append(self._parts(tokenizer, row))
-            except UserError as error:
-                raise UserError(f"row {number} of the {use} data: {error}") from error
-        texts = [text for row_parts in parts for text, _ in row_parts]
-        ids = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
-        conversations = []
-        for index, row_parts in enumerate(parts):
-            begins = _beginning(tokenizer) if _is_text(rows[index]) else []
-            encoded = [(list(next(ids)), trained) for _, trained in row_parts]
-            conversations.append(
-                _conversation(f"{use}-{index}", begins, encoded, tokenizer.eos_token_id, self._full_sequence)
-            )
-        kept = [conversation for conversation in conversations if len(conversation.token_ids) <= self.max_length]
+    def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str) -> Conversations:
+        """Conversations of at most `max_length` tokens, from a cache on disk if there are many."""
+        if len(rows) < CACHED_PROMPTS or not tokenizer.is_fast:
+            tensors = Conversations.packed(self._rendered(tokenizer, rows, use))
+        else:
+            settings = [tokenizer.chat_template, self.chat_template_kwargs, self.system_prompt]
+            settings += [self.completion_only_loss, self.assistant_only_loss]
+            read = ([row.get(name) for name in _COLUMNS] for row in rows)
+            make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
+            tensors = cached_tensors("conversations", tokenizer, settings, read, make)
+        lengths = tensors["lengths"].tolist()
+        kept = [row for row, length in enumerate(lengths) if length <= self.max_length]
         if not kept:
-            shortest = min(len(conversation.token_ids) for conversation in conversations)
             raise UserError(
                 f"{use} needs conversations of at most max_length={self.max_length} tokens; none of {len(rows)} is, "
-                f"the shortest has {shortest}; raise it."
+                f"the shortest has {min(lengths)}; raise it."
             )
         counts = len(kept), use, len(rows) - len(kept), self.max_length
         log.info("%d %s conversations; %d longer than max_length=%d dropped", *counts)
-        return kept
+        return Conversations(use, tensors, kept)
+
+    def _rendered(
+        self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
+    ) -> Iterator[Conversation]:
+        """All rows, rendered some at a time."""
+        tokenize, begins = PartTokenizer(tokenizer), beginning(tokenizer)
+        frame = cache(partial(TemplateFrame, tokenizer, self.chat_template_kwargs))  # rows as text need no template
+        for start in range(0, len(rows), CACHED_PROMPTS):
+            readable, parts = [], []
+            for number, row in enumerate(rows[start : start + CACHED_PROMPTS], start=start + 1):
+                try:
+                    readable.append(_readable(row, frame))
+                    parts.append(self._parts(tokenizer, readable[-1]))
+                except UserError as error:
+                    raise UserError(f"row {number} of the {use} data: {error}") from error
+            ids = tokenize([[text for text, _ in row_parts] for row_parts in parts])
+            for index, (row, row_parts, encoded) in enumerate(zip(readable, parts, ids, strict=True), start=start):
+                masked = list(zip(encoded, (trained for _, trained in row_parts), strict=True))
+                begin = begins if _is_text(row) else []
+                yield _conversation(f"{use}-{index}", begin, masked, tokenizer, self._full_sequence)
+
+    def _hold_out(self, rows: Conversations, count: int) -> tuple[Conversations, Conversations]:  # type: ignore[override]
+        """As for other rows, without making them."""
+        held_out = {one.row: None for one in draw([_Named(rows.name(row), row) for row in rows.rows], count, self.seed)}
+        return rows.take([*held_out]), rows.take([row for row in rows.rows if row not in held_out])
 
     @property
     def _full_sequence(self) -> bool:
@@ -213,7 +260,13 @@ class ConversationDataModule(ResumableDataModule):
         parts = render_conversation(tokenizer, rendered, self.chat_template_kwargs, assistant[0], _tools(row))
         trained = [full_sequence or index in assistant for _, index in parts]
         last = max(position for position, one in enumerate(trained) if one)
-        return [(text, one) for (text, _), one in zip(parts, trained, strict=True)][: last + 1]
+        joined: list[tuple[str, bool]] = []
+        for (text, _), one in list(zip(parts, trained, strict=True))[: last + 1]:
+            if joined and not (one or joined[-1][1]):  # a prompt is tokenized in one piece, as in rollouts
+                joined[-1] = joined[-1][0] + text, False
+            else:
+                joined.append((text, one))
+        return joined
 
     def _messages(self, row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
         """A row's messages, and how many of them are its prompt."""
@@ -228,6 +281,26 @@ class ConversationDataModule(ResumableDataModule):
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         question = {"role": "user", "content": str(row["question"])}
         return [*system, question, {"role": "assistant", "content": _taught(str(row["answer"]))}], len(system) + 1
+
+
+def _readable(row: Mapping[str, Any], frame: Callable[[], TemplateFrame]) -> Mapping[str, Any]:
+    """A row with messages in place of their text, and prompt and completion of a question that is rendered already.
+
+    Raises:
+        UserError: Messages cannot be read, or a question or an answer is empty.
+    """
+    read = {**row} | {name: messages_of_text(row.get(name), f"column {name}") for name in ("messages", "prompt")}
+    if isinstance(read["prompt"], list):
+        read["completion"] = messages_of_text(row.get("completion"), "column completion")
+    has_messages = read["messages"] is not None or None not in (read["prompt"], read.get("completion"))
+    if has_messages or row.get("question") is None or row.get("answer") is None:
+        return read
+    question, answer = str(row["question"]), str(row["answer"])
+    if not (question.strip() and answer.strip()):
+        raise UserError("a question and its answer must not be empty; fill them in, or remove the row")
+    if frame().made(question):
+        return {"prompt": question, "completion": _taught(answer)}
+    return read
 
 
 def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
@@ -270,21 +343,25 @@ def _taught(answer: str) -> str:
     return f"<think>{thought.strip()}</think><answer>{without_thousands(number.strip())}</answer>"
 
 
-def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The begin-of-sequence token if the tokenizer puts it before a text."""
-    return [tokenizer.bos_token_id] if list(tokenizer("")["input_ids"])[:1] == [tokenizer.bos_token_id] else []
-
-
 def _conversation(
-    id: str, begins: list[int], parts: list[tuple[list[int], bool]], eos: int, full_sequence: bool
+    id: str,
+    begins: list[int],
+    parts: list[tuple[list[int], bool]],
+    tokenizer: PreTrainedTokenizerBase,
+    full_sequence: bool,
 ) -> Conversation:
-    """Join the parts' tokens; unless the full sequence is trained, a trained part ends with its end-of-sequence token,
-    which the last one always has."""
-    tokens, trained = list(begins), [False] * len(begins)
+    """Join the parts' tokens; unless the full sequence is trained, a trained part ends with the end-of-sequence token
+    behind its text, which the last one always has."""
+    doubled = next((ids for ids, _ in parts if ids), [])[:1] == begins  # a text may have been rendered with it
+    tokens = [] if doubled else list(begins)
+    trained, eos = [False] * len(tokens), int(tokenizer.eos_token_id)
     for position, (ids, learned) in enumerate(parts):
         end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
+        ended = eos in ids and not str(tokenizer.decode(ids[end:], skip_special_tokens=True)).strip()
+        if not ended:  # the text goes on behind one that it mentions
+            end = len(ids)
         if position == len(parts) - 1:
-            ids = ids[:end] if eos in ids else [*ids, eos]
+            ids = ids[:end] if ended else [*ids, eos]
             end = len(ids)
         tokens += ids
         trained += [learned and (full_sequence or place < end) for place in range(len(ids))]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, local_file, read_table, table_source
+from qerl_pl.datamodules.table_files import split_files
+from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, check_prompt, draw, read_table, table_source
 from qerl_pl.errors import UserError
 from qerl_pl.types import Prompt
 
@@ -32,7 +33,7 @@ class TableDataModule(PromptDataModule):
         val_split: Split to validate on, such as validation; null splits prompts off the training split.
         test_split: Split to test on; null tests on the validation prompts. Like `val_split` only of a folder or a hub
             data set.
-        subset: Configuration of the hub's data set; local files have none. Only of a single table.
+        subset: Configuration of a hub data set or its folder; files have none. Only of a single table.
         question: Column of the prompt; null takes prompt, messages, question or problem. Only of a single table.
         answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one. Only of
             a single table.
@@ -144,7 +145,7 @@ class TableDataModule(PromptDataModule):
 
     @property
     def _has_one_split(self) -> bool:
-        return not isinstance(self.path, str) or Path(self.path).expanduser().is_file()
+        return not isinstance(self.path, str) or Path(self.path).expanduser().is_file() or "*" in self.path
 
     @property
     def _name(self) -> str:
@@ -156,7 +157,7 @@ class GSM8KDataModule(TableDataModule):
 
     Args:
         path: Hub name, a folder with train.jsonl and test.jsonl (or parquet), or a single file to train on.
-        subset: Configuration of the hub's data set; local files have none.
+        subset: Configuration of a hub data set or its folder; files have none.
         val_split: Split of the validation prompts, such as test; null splits them off the training split.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
         settings: Of `PromptDataModule`.
@@ -260,7 +261,7 @@ class BigMathDataModule(PromptDataModule):
     def train_rows(self) -> Sequence[Row]:
         table = read_table(self.path, "train", ("problem", "answer"))
         self._check_columns(table)
-        rows = _rows(table, "train", self._keeps)
+        rows = _rows(table, "train", self._keeps, self.path)
         if not rows:
             raise UserError(
                 f"the filters must leave rows; none of {len(table)} of {self.path} passes {self._filters()}; "
@@ -272,15 +273,14 @@ class BigMathDataModule(PromptDataModule):
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_path is None:
             return None
-        val_file = local_file(self.val_path, "test", "data.val_path")
-        train_file = local_file(self.path, "train", "data.path")
-        if val_file is not None and train_file is not None and val_file.samefile(train_file):
+        val_files = {file.resolve() for file in split_files(self.val_path, "test", "data.val_path")}
+        if val_files & {file.resolve() for file in split_files(self.path, "train", "data.path")}:
             raise UserError(
                 f"val_path must be another table than is trained on; got val_path={self.val_path} and "
                 f"path={self.path}; name another, or set it to null to hold prompts out."
             )
         table = read_table(self.val_path, "test", ("problem", "answer"), key="data.val_path")
-        rows = _rows(table, "validation", lambda row: True)
+        rows = _rows(table, "validation", lambda row: True, self.val_path)
         for number, row in enumerate(rows, start=1):
             if not row.reference.strip():
                 raise UserError(f"an answer must not be empty; row {number} of {self.val_path} has none; correct it.")
@@ -321,13 +321,16 @@ class BigMathDataModule(PromptDataModule):
         return self.sources is None or row.get("source") in self.sources
 
 
-def _rows(table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool]) -> list[Row]:
+def _rows(
+    table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool], source: str
+) -> list[Row]:
     """Rows that pass a filter, with the ids of the unfiltered table."""
-    return [
-        Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]), columns=row)
-        for index, row in enumerate(table)
-        if keeps(row)
-    ]
+    rows = []
+    for index, row in enumerate(table):
+        if keeps(row):
+            check_prompt(str(row["problem"]), index, source)
+            rows.append(Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]), columns=row))
+    return rows
 
 
 def _with_answers(rows: Sequence[Row], path: str) -> list[Row]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, cached_prompts, check_template_kwargs
+from qerl_pl.chat_template import SYSTEM_PROMPT, TemplateFrame, cached_prompts, check_template_kwargs
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     Row,
@@ -259,6 +259,8 @@ class PromptDataModule(ResumableDataModule):
             )
         asked = f"\n{self.instruction}" if self.instruction else ""
         chats = [row.question + asked if row.messages is None else row.messages for row in rows]
+        if rows:
+            self._tell_of_control_tokens(TemplateFrame(tokenizer, self.chat_template_kwargs), rows, use)
         token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
         prompts = [
             Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)
@@ -275,3 +277,28 @@ class PromptDataModule(ResumableDataModule):
         counts = len(prompts), use, len(rows) - len(prompts), self.max_prompt_tokens
         log.info("%d %s prompts; %d longer than max_prompt_tokens=%d dropped", *counts)
         return prompts
+
+    @staticmethod
+    def _tell_of_control_tokens(frame: TemplateFrame, rows: Sequence[Row], use: str) -> None:
+        """Log how many questions are rendered already, and warn of others that have the template's control tokens."""
+        questions = [row for row in rows if row.messages is None and frame.mentioned(row.question)]
+        asked = [row for row in questions if not frame.made(row.question)]
+        if len(asked) < len(questions):
+            log.info(
+                "%d of %d %s prompts hold the chat template's text already and are taken as they are, without "
+                "data.system_prompt",
+                len(questions) - len(asked),
+                len(rows),
+                use,
+            )
+        if asked:
+            log.warning(
+                "%d of %d %s prompts, that of row %s the first, have control tokens of the chat template (%s) and are "
+                "a user's message all the same: a text that is rendered already begins with one, or ends as a prompt "
+                "does; to write a conversation, give its messages",
+                len(asked),
+                len(rows),
+                use,
+                asked[0].id,
+                ", ".join(token for token in frame.control_tokens if token in asked[0].question),
+            )

@@ -1,31 +1,40 @@
 """Tables of prompts and reference answers: from the hub, local files or memory; and sets of rows by name."""
 
-import csv
+import ast
 import json
 import logging
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
+from qerl_pl.datamodules.table_files import SUFFIXES, first_line, read_file, read_hub, split_files
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
 
-_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 _PROMPTS = ("prompt", "messages", "question", "problem")
 _ANSWERS = ("answer", "solution")
 """Default columns, in order of preference."""
 _MESSAGE = ("role", "content")
+_MESSAGES_AS_TEXT = re.compile(r"""\s*\[?\s*\{.*["']role["']\s*:.*[\]}]\s*""", re.DOTALL)
+"""What JSON or Python print a list of messages as."""
 ANSWER_MARK = "####"
 """Stands before the final answer in GSM8K's format."""
 _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
 """A number with thousands separators; other commas separate answers."""
+
+
+class _HasId(Protocol):
+    @property
+    def id(self) -> str: ...
+
+
+T = TypeVar("T", bound=_HasId)
 
 
 @dataclass(frozen=True)
@@ -79,7 +88,7 @@ def read_table(
     """All rows of a table, in its order.
 
     Args:
-        path: A JSONL, CSV or parquet file, read whatever the split; a folder with a file per split; a hub data set; or
+        path: A file or pattern of files, read whatever the split; a folder with files per split; a hub data set; or
             the rows themselves.
         split: Such as "train".
         columns: Columns with text or a number in every row.
@@ -106,11 +115,11 @@ def _read(
             if not isinstance(row, Mapping):
                 raise UserError(f"rows are dictionaries of columns; row {number} is {row!r:.60}; write one")
         return list(path), "the list of rows"
-    file = local_file(path, split, key)
-    if file is not None:
-        return list(_read_file(file)), str(file)
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(_SUFFIXES):
-        return _read_hub(path, split, subset, key), f"{path} ({split})"
+    files = split_files(path, split, key, subset)
+    if files:
+        return [row for file in files for row in read_file(file)], str(files[0] if len(files) == 1 else path)
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(SUFFIXES):
+        return read_hub(path, split, subset, key), f"{path} ({split})"
     raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct {key}.")
 
 
@@ -135,131 +144,8 @@ def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Coll
                 )
 
 
-def local_file(path: str, split: str, key: str) -> Path | None:
-    """The file of a local table; None for any other path, such as a hub name.
-
-    Raises:
-        UserError: The path, which the user wrote as `key`, is a folder without a file of that split.
-    """
-    local = Path(path).expanduser()
-    if not local.is_dir():
-        return local if local.exists() else None
-    names = [split + suffix for suffix in _SUFFIXES]
-    for name in names:
-        if (local / name).is_file():
-            return local / name
-    entries = sorted(entry.name for entry in local.iterdir())[:10]
-    raise UserError(
-        f"a data folder needs one of {', '.join(names)}; {local} holds {', '.join(entries) or 'nothing'}; "
-        f"name the file itself as {key}."
-    )
-
-
 def _absent(value: Any) -> bool:
     return value is None or value != value  # NaN: a missing number
-
-
-def _read_file(file: Path) -> Iterator[Mapping[str, Any]]:
-    if file.suffix not in _SUFFIXES:
-        raise UserError(f"a data file ends in {', '.join(_SUFFIXES)}; got {file}; convert it to JSONL.")
-    if file.suffix == ".csv":
-        return _read_csv(file)
-    if file.suffix == ".json" and file.read_bytes().lstrip()[:1] == b"[":
-        return iter(_read_json_list(file))
-    return _read_parquet(file) if file.suffix == ".parquet" else _read_json_lines(file)
-
-
-def _read_csv(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file whose first line names the columns; every value is text."""
-    with file.open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise UserError(
-                        f"each line has a value for each of the columns {', '.join(reader.fieldnames or ())}; {file}, "
-                        f"line {reader.line_num} has {'more' if None in row else 'fewer'}; quote values with commas"
-                    )
-                yield row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(
-                f"a .csv file is comma-separated UTF-8; {file}, line {reader.line_num + 1}: {_first_line(error)}; "
-                "correct the line."
-            ) from error
-
-
-def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file by its literal path, which `datasets` would read as a pattern."""
-    import pyarrow  # slow, and only for parquet
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                yield from batch.to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"cannot read {file} as parquet: {_first_line(error)}; check the file.") from error
-
-
-def _read_json_lines(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file with their own types: `datasets` would infer types of columns, and turn text into dates."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:  # malformed JSON or UTF-8
-                raise UserError(
-                    f"each line must be a JSON object; {file}, line {number}: {_first_line(error)}; correct the line."
-                ) from error
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"each line must be a JSON object; {file}, line {number} is a {type(row).__name__}; "
-                    "write one object of columns a line."
-                )
-            if b"\\ud" in line.lower():  # escaped surrogates, of which tokenizers and loggers take pairs only
-                _check_surrogates(row, f"{file}, line {number}")
-            yield row
-
-
-def _read_json_list(file: Path) -> Sequence[Mapping[str, Any]]:
-    """Rows of a .json file that is one list."""
-    try:
-        rows = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"a .json file is JSON; {file}: {_first_line(error)}; correct it, or write JSONL.") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(f"rows are objects of columns; row {number} of {file} is {row!r:.60}; write one")
-        _check_surrogates(row, f"row {number} of {file}")
-    return rows
-
-
-def _check_surrogates(row: Mapping[str, Any], place: str) -> None:
-    try:
-        json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"text is Unicode, whose surrogates come in pairs; {place} has half a pair, "
-            f"\\u{ord(error.object[error.start]):04x}; correct it."
-        ) from error
-
-
-def _read_hub(name: str, split: str, subset: str | None, key: str) -> list[Mapping[str, Any]]:
-    import datasets
-
-    try:
-        return list(datasets.load_dataset(name, subset, split=split))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"data must be a local file or folder or a hub name; no file {name} is here, and the hub's data set cannot "
-            f"be read: {_first_line(error)}; correct {key}, or download the data and name its folder."
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -269,7 +155,7 @@ class TableConfig:
     Args:
         path: Hub name; a JSONL, CSV or parquet file; a folder with one such file a split; or a list of rows.
         split: Split of the table; null takes train to train on and test to evaluate on. A single file has none.
-        subset: Configuration of the hub's data set; local files have none.
+        subset: Configuration of a hub data set or its folder; files have none.
         question: Column of the prompt, text or a list of messages; null takes prompt, messages, question or problem.
         answer: Column of the answer; the text after its last ####, if it has one, is the reference. null takes answer
             or solution, or else an assistant's message that ends the conversation; without any there is no reference.
@@ -300,7 +186,7 @@ class TableConfig:
             key: Where the user wrote the path, for errors.
 
         Raises:
-            UserError: The table cannot be read, lacks a column, or an answer is empty.
+            UserError: The table cannot be read, lacks a column, or a prompt or an answer is empty.
         """
         table = read_table(self.path, self.split or split, subset=self.subset, key=key)[: self.limit]
         source = self.path if isinstance(self.path, str) else "the list of rows"
@@ -311,6 +197,7 @@ class TableConfig:
                 f"a prompt is in a column {', '.join(_PROMPTS)}; {source} has {', '.join(table[0])}; "
                 "name its column by `question`"
             )
+        table = [_with_messages(row, question, number, source) for number, row in enumerate(table, start=1)]
         conversations = isinstance(table[0].get(question), list)
         columns = [column for column in (None if conversations else question, answer) if column is not None]
         _check_columns(table, source, columns)
@@ -318,9 +205,57 @@ class TableConfig:
         for index, row in enumerate(table):
             messages, last = _conversation(row.get(question), index + 1, source) if conversations else (None, "")
             text = _text(messages) if messages else str(row[question])
+            check_prompt(
+                messages[-1]["content"] if messages and messages[-1]["role"] == "user" else text, index, source
+            )
             reference = last if answer is None else _reference(str(row[answer]), index + 1, source)
             rows.append(Row(f"{name}-{index}", text, reference, messages, row))
         return rows
+
+
+def check_prompt(text: str, index: int, source: str) -> None:
+    """Refuse a prompt without text.
+
+    Raises:
+        UserError: It has none.
+    """
+    if not text.strip():
+        raise UserError(
+            f"a prompt must not be empty; row {index + 1} of {source} has none; fill it in, or remove the row"
+        )
+
+
+def _with_messages(row: Mapping[str, Any], column: str, number: int, source: str) -> Mapping[str, Any]:
+    """The row with messages in place of their text, if the column has that."""
+    messages = messages_of_text(row.get(column), f"{column} of row {number} of {source}")
+    return row if messages is row.get(column) else {**row, column: messages}
+
+
+def messages_of_text(value: Any, place: str) -> Any:
+    """A list of messages of its JSON, or of what Python prints, as in CSV files; any other value as it is.
+
+    Args:
+        value: Of a column.
+        place: Where it stands, for errors.
+
+    Raises:
+        UserError: The text looks like messages, but is neither.
+    """
+    if not isinstance(value, str) or not _MESSAGES_AS_TEXT.fullmatch(value):
+        return value
+    try:
+        found = json.loads(value)
+    except ValueError:
+        try:
+            found = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError) as error:
+            raise UserError(
+                f"messages that are text are JSON; {place} is {value!r:.60}, which is not ({first_line(error)}); "
+                "write the column by json.dumps"
+            ) from error
+    turns = found if isinstance(found, list) else [found]
+    are_messages = all(isinstance(turn, Mapping) and turn.keys() >= set(_MESSAGE) for turn in turns)
+    return turns if turns and are_messages else value
 
 
 def _first_column(table: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
@@ -377,15 +312,22 @@ def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]
     train_texts = {text for text, references in answers.items() if len(references) == 1}
     for name, prompts in sets.items():
         shared = [prompt.id for prompt in prompts if prompt.text in train_texts]
-        if shared:
-            log.warning(
-                "%d of %d %s questions (the first is that of %s) are trained on, too: accuracy there is not that of "
-                "new questions; take them out of one of the two",
-                len(shared),
-                len(prompts),
-                f"{use} on {name}" if name else use,
-                shared[0],
-            )
+        warn_of_shared(shared, len(prompts), f"{use}{f' on {name}' if name else ''} questions", "accuracy")
+
+
+def warn_of_shared(shared: Sequence[str], count: int, rows: str, metric: str) -> None:
+    """Warn that these of `count` held-out rows are trained on."""
+    if shared:
+        log.warning(
+            "%d of %d %s (the first is that of %s) are trained on, too: %s there is not that of new %s; take them out "
+            "of one of the two",
+            len(shared),
+            count,
+            rows,
+            shared[0],
+            metric,
+            rows.rpartition(" ")[2],
+        )
 
 
 def check_sizes(total: int, held_out: int, batch_size: int, weighted: int | None = None) -> None:
@@ -443,7 +385,7 @@ def sets_by_name(
     return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
 
 
-def draw(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
+def draw(prompts: Sequence[T], count: int, seed: int) -> list[T]:
     """Draw prompts by seed and id, so that another token limit or filter changes few of them."""
     drawn = sorted(prompts, key=lambda prompt: stream_seed(seed, "held out", prompt.id))[:count]
     return sorted(drawn, key=lambda prompt: (len(prompt.id), prompt.id))

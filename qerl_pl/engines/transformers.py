@@ -272,7 +272,7 @@ class TransformersEngine(RolloutEngine):
         assert self._tokenizer is not None
         window = max(len(string.encode()) for string in stop) + 1  # a token has at least one byte
         recent = sampled.tokens[sampled.rows, max(0, step + 1 - window) : step + 1].tolist()
-        texts = self._tokenizer.batch_decode(recent, skip_special_tokens=True)
+        texts = self._tokenizer.batch_decode(recent, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return torch.tensor([any(s in text for s in stop) for text in texts], device=sampled.rows.device)
 
     def sleep(self) -> None:

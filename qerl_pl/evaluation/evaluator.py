@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -32,7 +32,7 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 4
+FORMAT = 5
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
@@ -183,6 +183,7 @@ class Evaluator:
         seed: Seed of the run.
         ranks: Ranks that share each batch; all return the same evaluation.
         dialogues: Samples dialogues with environments; None samples one completion of each prompt.
+        ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
     def __init__(
@@ -193,6 +194,7 @@ class Evaluator:
         seed: int,
         ranks: Communicator = SINGLE_PROCESS,
         dialogues: DialogueSampler | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self.config = config
         self.engine = engine
@@ -200,6 +202,7 @@ class Evaluator:
         self.seed = seed
         self.ranks = ranks
         self.dialogues = dialogues
+        self.ends = ends
         self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
         self._cache: SampleCache | None = None
         self._extra_caches: Mapping[str, SampleCache] = {}
@@ -288,7 +291,7 @@ class Evaluator:
         asked = [prompts[index] for index, _ in jobs]
         require_finite_logprobs(asked, completions, type(self.engine).__name__, self._version)
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
-            groups = score_groups(self.config.rewards, self.tokenizer, asked, completions)
+            groups = score_groups(self.config.rewards, self.tokenizer, asked, completions, self.ends)
             extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
             right = [bool(group.rewards[self.accuracy_reward.name][0] > 0.5) for group in groups]
             answers = normalize_answers(self.accuracy_reward, extracted, [not correct for correct in right])

@@ -14,7 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, ConversationDataModule, padded
+from qerl_pl.datamodules.conversation_rows import Conversation
+from qerl_pl.datamodules.conversations import ConversationBatch, ConversationDataModule, padded
 from qerl_pl.distributed.communicator import Communicator, writes_files
 from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError

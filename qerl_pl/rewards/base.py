@@ -42,7 +42,7 @@ class RewardSample:
     prompt: str
     """The question as the user reads it, without the chat template."""
     completion: str
-    """The completion's text without special tokens; of a dialogue the last turn."""
+    """The completion's text without end and padding tokens; of a dialogue the last turn."""
     reference: str
     """The data set's answer."""
     truncated: bool

@@ -152,6 +152,7 @@ class Collector:
         seed: Seed of the run.
         ranks: Ranks that share each batch; all return the same metrics.
         dialogues: Samples dialogues with environments; None samples one completion of each prompt.
+        ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Collector:
         seed: int,
         ranks: Communicator = SINGLE_PROCESS,
         dialogues: DialogueSampler | None = None,
+        ends: Collection[int] = (),
     ) -> None:
         self.config = config
         self.engine = engine
@@ -171,6 +173,7 @@ class Collector:
         self.seed = seed
         self.ranks = ranks
         self.dialogues = dialogues
+        self.ends = ends
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id, for `partition_prompts`."""
         self._rollouts = 0
@@ -262,7 +265,7 @@ class Collector:
         with _timed(seconds, "rollout"):
             completions = self._completions(local, version) if local else []
         with _timed(seconds, "reward"):
-            groups = score_groups(config.rewards, self.tokenizer, local, completions)
+            groups = score_groups(config.rewards, self.tokenizer, local, completions, self.ends)
         for function in functions_among(config.rewards) if local else ():
             for name, values in function.logged_metrics.items():
                 self._logged.setdefault(name, []).extend(values)

@@ -1,7 +1,7 @@
 """Scoring completions, and padding them into tensors."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ class Group:
     completions: Sequence[Completion]
     """Empty if another rank sampled them."""
     texts: Sequence[str]
-    """Decoded completions, without special tokens; of a dialogue the last turn."""
+    """Decoded completions, without end and padding tokens; of a dialogue the last turn."""
     total: Tensor
     """Weighted sums of the rewards that apply, float32 [G]; NaN where none does."""
     rewards: Mapping[str, Tensor]
@@ -73,12 +73,21 @@ def score_groups(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     completions: Sequence[Sequence[Completion]],
+    ends: Collection[int] = (),
 ) -> list[Group]:
-    """Score the completions of each prompt (as many for each), with a single call of each reward."""
+    """Score the completions of each prompt (as many for each), with a single call of each reward.
+
+    Args:
+        rewards: Score the completions' texts.
+        tokenizer: Decodes them.
+        prompts: P prompts.
+        completions: The completions of each.
+        ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
+    """
     if not prompts:
         return []
     pairs = [(prompt, completion) for prompt, group in zip(prompts, completions, strict=True) for completion in group]
-    texts = tokenizer.batch_decode([last_turn(completion) for _, completion in pairs], skip_special_tokens=True)
+    texts = completion_texts(tokenizer, [last_turn(completion) for _, completion in pairs], ends)
     samples = [
         RewardSample(
             prompt=prompt.text,
@@ -112,6 +121,17 @@ def score_groups(
         )
         for prompt, group, start in zip(prompts, completions, range(0, len(pairs), size), strict=True)
     ]
+
+
+def completion_texts(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[int]], ends: Collection[int]
+) -> list[str]:
+    """Texts of sampled tokens without special ones that end or pad; other special tokens stay, as tags may be some."""
+    ending = [token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, *ends) if token is not None]
+    texts = tokenizer.batch_decode([[token] for token in ending], skip_special_tokens=True)
+    left_out = {token for token, text in zip(ending, texts, strict=True) if not text}
+    kept = [[token for token in row if token not in left_out] for row in rows]
+    return list(tokenizer.batch_decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def without_none(fields: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max
             stop=list(sampling.stop),
             stop_token_ids=list(ends),
             detokenize=bool(sampling.stop),
+            skip_special_tokens=False,  # a stop string may be one
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,  # lists for each request: an object for each token would slow small models down
             output_kind=RequestOutputKind.FINAL_ONLY,
