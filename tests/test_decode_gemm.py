@@ -184,7 +184,7 @@ ONE_CTA_PER_SM = Tile(
         (ONE_CTA_PER_SM, (704, 384), (0,), (2, 512, 1, 0, 6)),  # eight alone, three among all but who multiplies by A
         (ONE_CTA_PER_SM, (512, 384), (0,), (2, 512, 3, 0, 0)),  # nothing is left to share
         (ONE_CTA_PER_SM, (320, 320), (0,), (0, 0, 1, 1, 8)),  # too little would be
-        (ONE_CTA_PER_SM._replace(extra_tokens=32), (576, 320), (0,), (1, 256, 3, 0, 25)),
+        (ONE_CTA_PER_SM._replace(extra_tokens=32), (576, 320), (0,), (0, 0, 3, 1, 11)),  # all share, not one CTA alone
     ],
 )
 def test_data_parallel_waves_and_tiles_that_are_split(tile, shape, starts, cut):

@@ -86,6 +86,8 @@ def test_a_captured_graph_sees_an_adapter_that_is_written_in_place(layer: Any) -
 def test_a_negated_adapter_product_is_refused_and_the_right_one_is_not(
     layer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for factor in (layer.qerl_a, layer.qerl_b):
+        factor.zero_()  # as at a start
     check_decode_gemm([layer])
     assert not layer.qerl_a.any() and not layer.qerl_b.any()
 

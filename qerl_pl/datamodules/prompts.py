@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, TemplateFrame, cached_prompts, check_template_kwargs
+from qerl_pl.chat_template import SYSTEM_PROMPT, Chat, TemplateFrame, cached_prompts, check_template_kwargs
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     Row,
@@ -257,10 +257,13 @@ class PromptDataModule(ResumableDataModule):
                 f"rows must have different ids, which seed their completions; {use} has {repeated!r} {count} times; "
                 "number them"
             )
-        asked = f"\n{self.instruction}" if self.instruction else ""
-        chats = [row.question + asked if row.messages is None else row.messages for row in rows]
+        chats: list[Chat] = [row.question if row.messages is None else row.messages for row in rows]
         if rows:
-            self._tell_of_control_tokens(TemplateFrame(tokenizer, self.chat_template_kwargs), rows, use)
+            frame = TemplateFrame(tokenizer, self.chat_template_kwargs)
+            self._tell_of_control_tokens(frame, rows, use)
+            if self.instruction:
+                asked = f"\n{self.instruction}"
+                chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
         token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
         prompts = [
             Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)
