@@ -25,9 +25,9 @@ from random_model import SHAPES, write_model
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.base import RequestSource
-from qerl_pl.formats.model_folder import load_config
-from qerl_pl.memory import GIB
-from qerl_pl.model_shape import Shape
+from qerl_pl.models.folder import load_config
+from qerl_pl.models.memory import GIB
+from qerl_pl.models.shape import Shape
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 GATE = ("tests/test_continued.py",)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.formats.architecture import linear_shapes
+from qerl_pl.models.families import linear_shapes
 from qerl_pl.types import PolicyWeights, RolloutRequest, SamplingConfig
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -36,12 +36,12 @@ from torch import Tensor
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines import EngineSpec, TransformersEngine, VLLMEngine
 from qerl_pl.engines.vllm.compat import DECODE_GEMM
-from qerl_pl.formats.architecture import family_of, noisy_norm_names
-from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models.families import family_of, noisy_norm_names
+from qerl_pl.models.folder import TensorFiles
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.runtime.files import atomic_write
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 BOUND = 1.7e-3

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.formats.architecture import family_of
-from qerl_pl.formats.model_folder import ShardWriter
+from qerl_pl.models.families import family_of
+from qerl_pl.models.folder import ShardWriter
 from qerl_pl.toy.tokenizer import build_tokenizer
 from qerl_pl.types import Prompt
 

@@ -48,10 +48,10 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
 from qerl_pl.formats.stored_experts import BIASES
-from qerl_pl.memory import GIB
-from qerl_pl.model_shape import Shape
+from qerl_pl.models.memory import GIB
+from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.experts import PackedExperts
+from qerl_pl.policy.experts import PackedExperts
 from qerl_pl.rollout.experience import pad_completions, pad_routing
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 

@@ -22,8 +22,8 @@ import report
 import torch
 from random_model import SHAPES, write_model
 
-from qerl_pl.formats.model_folder import QUANTIZATION_REPORT
-from qerl_pl.memory import files_gib
+from qerl_pl.models.folder import QUANTIZATION_REPORT
+from qerl_pl.models.memory import files_gib
 
 
 def anonymous_gib(pid: int) -> float:

@@ -10,10 +10,10 @@ import torch
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.formats.architecture import DOWN, GATE_UP, fused_group, stores_stacks, unquantized
-from qerl_pl.formats.model_folder import ShardWriter
 from qerl_pl.formats.mxfp4 import STACKS_CONFIG, MXFP4StacksQuantizer
 from qerl_pl.formats.nvfp4 import CONFIG
+from qerl_pl.models.families import DOWN, GATE_UP, fused_group, stores_stacks, unquantized
+from qerl_pl.models.folder import ShardWriter
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary

@@ -31,8 +31,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.lora import FrozenLinear, LoraLinear
-from qerl_pl.persistence.random_state import deterministic
+from qerl_pl.policy.lora import FrozenLinear, LoraLinear
+from qerl_pl.runtime.random_state import deterministic
 
 GIB = 2**30
 WAYS = ("bf16", "nvfp4", "selective", "no_checkpointing", "eager", "free")

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 
 from qerl_pl.algorithm import NormNoise
-from qerl_pl.modules.policy import Policy
+from qerl_pl.policy.policy import Policy
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from qerl_pl.distributed.communicator import Communicator
+from qerl_pl.runtime.communicator import Communicator
 
 T = TypeVar("T")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from qerl_pl.algorithm import NormNoise
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.rollout.collector import CollectorConfig
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig, SyncReport
 
 SAMPLING = SamplingConfig(max_tokens=3, temperature=0.9, stop=("!",))

@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, Trainer
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.datamodules import ArithmeticDataModule
-from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.modules import LoraConfig, PolicyConfig, QeRLModule
-from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
+from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
+from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 from qerl_pl.types import SamplingConfig
 
 

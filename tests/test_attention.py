@@ -29,8 +29,8 @@ from transformers import (
 )
 
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.packed_layers import ATTENTION, PackedAttention, Packing, use_packed_attention
-from qerl_pl.persistence.random_state import deterministic
+from qerl_pl.policy.packed_layers import ATTENTION, PackedAttention, Packing, use_packed_attention
+from qerl_pl.runtime.random_state import deterministic
 
 LENGTHS = torch.tensor([7, 1, 12, 5])
 SIZES: dict[str, Any] = {

@@ -11,7 +11,6 @@ from rank_helpers import on_ranks
 from scripted import PROMPTS, SAMPLING, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
-from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector
@@ -24,6 +23,7 @@ from qerl_pl.rollout.experience import (
     score_groups,
     totals,
 )
+from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 

@@ -12,8 +12,8 @@ from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, e
 from qerl_pl.algorithm import DrGRPO, NormNoise
 from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.rollout.collector import Collector, partition_prompts
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.types import Evaluation
 
 BATCHES = PROMPTS[:3], PROMPTS[1:]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.algorithm import DrGRPO, NormNoise
-from qerl_pl.chat_template import render_prompts
+from qerl_pl.chat.template import render_prompts
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig

@@ -20,7 +20,7 @@ from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.errors import UserError
 from qerl_pl.import_path import load_named
-from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO, verify
+from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, verify
 
 ROOT = Path(__file__).parents[1]
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import CACHED_PROMPTS, render_prompt
+from qerl_pl.chat.template import CACHED_PROMPTS, render_prompt
 from qerl_pl.datamodules import ArithmeticConversations, ConversationDataModule
 from qerl_pl.datamodules.conversation_rows import Conversation, Conversations
 from qerl_pl.datamodules.conversations import ConversationBatch, padded

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompt, render_prompts
+from qerl_pl.chat.template import SYSTEM_PROMPT, render_prompt, render_prompts
 from qerl_pl.cli.quantize import calibration_texts
 from qerl_pl.datamodules import (
     ArithmeticDataModule,

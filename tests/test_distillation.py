@@ -26,13 +26,13 @@ from qerl_pl.algorithm import GRPO, Objective, OnPolicyDistillation
 from qerl_pl.algorithm.losses import distillation_advantages
 from qerl_pl.algorithm.objectives import Divergence, LossInputs
 from qerl_pl.callbacks import ResumeCheckpoint
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.memory import held_gib
+from qerl_pl.models.memory import held_gib
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule, TeacherConfig
-from qerl_pl.modules.teacher import Teacher, check_same_tokens
 from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY
+from qerl_pl.policy.teacher import Teacher, check_same_tokens
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 from qerl_pl.types import Experience, SamplingConfig
 

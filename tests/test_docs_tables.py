@@ -18,9 +18,9 @@ from qerl_pl.algorithm import Objective, RolloutCorrection
 from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.off_policy import PRESETS
 from qerl_pl.cli.quantize import quantize
-from qerl_pl.memory import GIB, GRADIENT, MASTER, optimizer_bytes
-from qerl_pl.memory_plan import MicroBatch, RunPlan, longest_completion, run_memory, working_bytes
-from qerl_pl.model_shape import Shape
+from qerl_pl.models.memory import GIB, GRADIENT, MASTER, optimizer_bytes
+from qerl_pl.models.memory_plan import MicroBatch, RunPlan, longest_completion, run_memory, working_bytes
+from qerl_pl.models.shape import Shape
 
 README = ROOT / "README.md"
 MEASURED = ROOT / "docs" / "measured.md"

@@ -12,7 +12,7 @@ from qerl_pl.cli import dry_run
 from qerl_pl.cli.main import main
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import EngineSpec
-from qerl_pl.memory import GIB
+from qerl_pl.models.memory import GIB
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
 CONFIG = {

@@ -110,7 +110,7 @@ def die_at(moment: int) -> None:
     from qerl_pl.engines.transformers import TransformersEngine
     from qerl_pl.environments.sampler import _Running
     from qerl_pl.modules.update import RunningUpdate
-    from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
+    from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 
     left = [moment]
 

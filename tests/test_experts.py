@@ -11,18 +11,18 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.formats import model_folder
-from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.memory_plan import MicroBatch, working_bytes
-from qerl_pl.model_shape import Shape
+from qerl_pl.models import folder as model_folder
+from qerl_pl.models.families import family_of
+from qerl_pl.models.folder import TensorFiles, read_config
+from qerl_pl.models.memory_plan import MicroBatch, working_bytes
+from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, MemorySettings
-from qerl_pl.modules.experts import PackedExperts
-from qerl_pl.modules.packed_layers import GatedMLP
+from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, MemorySettings
+from qerl_pl.policy.experts import PackedExperts
+from qerl_pl.policy.packed_layers import GatedMLP
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 CPU = torch.device("cpu")

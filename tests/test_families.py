@@ -29,15 +29,15 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.engines.vllm import weight_map
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import FAMILIES, family_of, fused_group
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import end_token_ids, load_config, read_config
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models.families import FAMILIES, family_of, fused_group
+from qerl_pl.models.folder import end_token_ids, load_config, read_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.experts import PackedExperts
-from qerl_pl.modules.lora import FrozenLinear
-from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
+from qerl_pl.policy.experts import PackedExperts
+from qerl_pl.policy.lora import FrozenLinear
+from qerl_pl.policy.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 

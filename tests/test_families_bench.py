@@ -11,7 +11,7 @@ import pytest
 from pages import ROOT
 
 from qerl_pl.engines import transformers as reference_engine
-from qerl_pl.formats.architecture import Family, noisy_norm_names
+from qerl_pl.models.families import Family, noisy_norm_names
 
 ARGS = ["--family", "gemma3_text", "--shape", "tiny", "--device", "cpu", "--engine", "transformers"]
 ARGS += ["--prompts", "2", "--tokens", "8"]

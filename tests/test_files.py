@@ -18,20 +18,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
+from qerl_pl.persistence import atomic_files, checkpoint_io
 from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
-from qerl_pl.persistence import atomic_files, checkpoint_io
-from qerl_pl.persistence.atomic_files import (
-    atomic_directory,
-    atomic_write,
-    build_once,
-    cache_root,
-    explain_full_disk,
-    folder_identity,
-    locked,
-)
-from qerl_pl.persistence.checkpoint_io import (
+from qerl_pl.runtime.checkpoint_io import (
     AtomicCheckpointIO,
     DamagedCheckpoint,
     check_fits,
@@ -39,6 +30,15 @@ from qerl_pl.persistence.checkpoint_io import (
     finished_rollouts,
     newest_checkpoint,
     resume_files,
+)
+from qerl_pl.runtime.files import (
+    atomic_directory,
+    atomic_write,
+    build_once,
+    cache_root,
+    explain_full_disk,
+    folder_identity,
+    locked,
 )
 
 
@@ -300,7 +300,7 @@ def test_a_process_killed_while_writing_leaves_the_old_file(tmp_path: Path) -> N
     path = tmp_path / "file"
     atomic_write(path, b"old")
     program = (
-        "import os, signal, sys, pathlib, qerl_pl.persistence.atomic_files as f\n"
+        "import os, signal, sys, pathlib, qerl_pl.runtime.files as f\n"
         "os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)\n"
         "f.atomic_write(pathlib.Path(sys.argv[1]), b'new' * 1000)\n"
     )
@@ -379,8 +379,8 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
 def test_identity_reads_small_files_completely_and_of_large_ones_evenly_spaced_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, read: Sequence[int]
 ) -> None:
-    monkeypatch.setattr("qerl_pl.persistence.atomic_files._BLOCK", 3)
-    monkeypatch.setattr("qerl_pl.persistence.atomic_files._SAMPLES", 4)  # blocks from bytes 0, 3, 6 and 10
+    monkeypatch.setattr("qerl_pl.runtime.files._BLOCK", 3)
+    monkeypatch.setattr("qerl_pl.runtime.files._SAMPLES", 4)  # blocks from bytes 0, 3, 6 and 10
     (tmp_path / "config.json").write_text("{}")
     file, content = tmp_path / "model.safetensors", bytes(range(size))
     file.write_bytes(content)

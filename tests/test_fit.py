@@ -26,8 +26,8 @@ from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.modules.update import RunningUpdate
-from qerl_pl.persistence.checkpoint_io import newest_checkpoint
 from qerl_pl.rollout.parity_check import LogprobParity, require_logprob_parity
+from qerl_pl.runtime.checkpoint_io import newest_checkpoint
 
 CALLBACKS = "qerl_pl.callbacks."
 

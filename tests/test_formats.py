@@ -15,9 +15,9 @@ from qerl_pl.cli.dry_run import shape_of
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, QUANTIZERS, format_of, format_of_config
 from qerl_pl.formats.dense_checkpoint import load_dense_state
-from qerl_pl.formats.model_folder import TensorFiles, other_files, read_config
 from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models.folder import TensorFiles, other_files, read_config
 from qerl_pl.modules import PolicyConfig
 
 UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.callbacks import RunSummary
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
-from qerl_pl.memory import GIB, OptimizerBytes, TeacherBytes, optimizer_bytes
+from qerl_pl.models.memory import GIB, OptimizerBytes, TeacherBytes, optimizer_bytes
 from qerl_pl.modules import Policy, PolicyConfig, TeacherConfig
 from qerl_pl.modules.policy_module import require_memory
 from qerl_pl.rollout import parity_check

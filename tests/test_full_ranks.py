@@ -12,9 +12,9 @@ from fit_helpers import fit, fit_on_ranks
 from safetensors.torch import load_file
 from test_ranks import completions, learned, same_run, settings
 
-from qerl_pl.distributed import communicator
 from qerl_pl.formats.dense_checkpoint import load_dense_state
 from qerl_pl.modules.update import RunningUpdate
+from qerl_pl.runtime import communicator
 
 ROLLOUTS, STEPS = 3, 4
 """Rollouts of a run, and optimizer steps of each."""

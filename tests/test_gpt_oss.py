@@ -22,15 +22,15 @@ from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm import worker
 from qerl_pl.errors import UserError
 from qerl_pl.formats import quantize
-from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.base import FORMATS, format_of
 from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import load_dense_state, validate_checkpoint, write_dense_checkpoint
-from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import local_folder, quantize_checkpoint
-from qerl_pl.memory_plan import MicroBatch, RunPlan, run_memory
-from qerl_pl.model_shape import Shape
+from qerl_pl.models.families import family_of
+from qerl_pl.models.folder import TensorFiles, read_config
+from qerl_pl.models.memory_plan import MicroBatch, RunPlan, run_memory
+from qerl_pl.models.shape import Shape
 from qerl_pl.modules import PolicyConfig
 from qerl_pl.toy.tokenizer import build_tokenizer
 

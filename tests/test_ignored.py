@@ -16,7 +16,7 @@ from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.datamodules.tables import TableConfig
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
-from qerl_pl.modules.teacher import TeacherConfig
+from qerl_pl.policy.teacher import TeacherConfig
 from qerl_pl.types import SamplingConfig
 
 ROLLOUT = "{class_path: RolloutCallback, init_args: {rewards: {accuracy: GSM8KAnswer}}}"

@@ -15,9 +15,9 @@ from fit_helpers import command, configuration, fit, processes
 
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
-from qerl_pl.persistence import atomic_files
-from qerl_pl.persistence.atomic_files import atomic_directory
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
+from qerl_pl.runtime import files as atomic_files
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
+from qerl_pl.runtime.files import atomic_directory
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
 TOY = ToyConfig(layers=1, intermediate=128, steps=1, batch_size=2)
@@ -133,7 +133,7 @@ def test_the_unfinished_folder_of_a_living_process_stays(tmp_path: Path) -> None
 
 
 def die_when_all_weights_are_written() -> None:
-    from qerl_pl.formats.model_folder import ShardWriter
+    from qerl_pl.models.folder import ShardWriter
 
     ShardWriter.finish = lambda self: kill()  # type: ignore[method-assign]
 
@@ -188,7 +188,7 @@ class DieWriting:
 
 WRITERS = {  # in the order of a run
     "config.yaml": DieWriting("qerl_pl.cli.main", "SaveFitConfig", "on_train_start"),
-    "adapter": DieWriting("qerl_pl.modules.policy", "Policy", "save"),
+    "adapter": DieWriting("qerl_pl.policy.policy", "Policy", "save"),
     "run.png": DieWriting("qerl_pl.callbacks.summary", "RunSummary", "_plot"),
 }
 

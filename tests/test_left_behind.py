@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from qerl_pl.distributed.processes import cores, worker_variables
 from qerl_pl.environments import EnvironmentPool
 from qerl_pl.environments.contract import methods_of
 from qerl_pl.environments.worker import Worker
 from qerl_pl.errors import UserError
 from qerl_pl.rewards.math_answer import _Worker
+from qerl_pl.runtime.processes import cores, worker_variables
 
 
 def note(file: str, text: str) -> int:

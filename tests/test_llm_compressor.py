@@ -14,7 +14,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.cli.quantize import calibration_texts
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.model_folder import TensorFiles
+from qerl_pl.models.folder import TensorFiles
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
 WRITTEN = Path(__file__).parent / "llm_compressor"

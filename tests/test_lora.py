@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.errors import UserError
 from qerl_pl.modules import PolicyConfig
-from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, LoraSpec
+from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, LoraSpec
 
 RANK, ROWS, COLUMNS, DROPPED = 4, 32, 48, 0.25
 

@@ -10,7 +10,7 @@ from tiny_run import Tiny, trainer_of
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import MACHINE_KEY, _warn_of_another_machine
-from qerl_pl.versions import machine_of
+from qerl_pl.runtime.versions import machine_of
 
 CPU = torch.device("cpu")
 
@@ -48,7 +48,7 @@ def test_a_package_that_is_gone_is_missing(monkeypatch: pytest.MonkeyPatch, capl
     def absent(package: str) -> str:
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("qerl_pl.versions.version", absent)
+    monkeypatch.setattr("qerl_pl.runtime.versions.version", absent)
     _warn_of_another_machine({"vllm": "0.30.0"}, CPU)
     assert caplog.messages[0].endswith(": vllm was 0.30.0 and is missing")
 

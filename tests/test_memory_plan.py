@@ -24,11 +24,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from qerl_pl import memory_plan
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import QuantizedFormat
-from qerl_pl.memory import GIB, check_length
-from qerl_pl.memory_plan import (
+from qerl_pl.models import memory_plan
+from qerl_pl.models.memory import GIB, check_length
+from qerl_pl.models.memory_plan import (
     MicroBatch,
     RunPlan,
     activation_bytes,
@@ -37,7 +37,7 @@ from qerl_pl.memory_plan import (
     update_memory,
     working_bytes,
 )
-from qerl_pl.model_shape import BITS, Shape
+from qerl_pl.models.shape import BITS, Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.toy.tokenizer import build_tokenizer
 

@@ -19,12 +19,12 @@ from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.memory import TeacherBytes
+from qerl_pl.models.memory import TeacherBytes
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
-from qerl_pl.modules.lora import PROJECTIONS
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.persistence.random_state import random_state
+from qerl_pl.policy.lora import PROJECTIONS
+from qerl_pl.runtime.random_state import random_state
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, PromptBatch
 

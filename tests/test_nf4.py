@@ -17,9 +17,9 @@ from qerl_pl.engines.vllm.linear_methods import shared_rows, why_not_shared
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense_checkpoint import load_dense_state
-from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.nf4 import NF4Quantizer, NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models.folder import TensorFiles
 
 CPU = torch.device("cpu")
 UP = "model.layers.0.mlp.up_proj"

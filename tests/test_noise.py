@@ -9,7 +9,7 @@ import torch
 
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, noise_sigma
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import family_of, noisy_norm_names
+from qerl_pl.models.families import family_of, noisy_norm_names
 from qerl_pl.seeds import stream_seed
 
 BY_HAND = {

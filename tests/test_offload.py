@@ -8,8 +8,8 @@ import torch
 from test_recompute import make
 from torch import Tensor
 
-from qerl_pl.modules import activation_offload
-from qerl_pl.modules.activation_offload import ActivationOffload, OffloadedTensor, PinnedBlocks
+from qerl_pl.policy import activation_offload
+from qerl_pl.policy.activation_offload import ActivationOffload, OffloadedTensor, PinnedBlocks
 
 LENGTHS = torch.tensor([40, 23, 57])
 

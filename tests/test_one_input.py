@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, packed_layers
-from qerl_pl.modules.lora import PROJECTIONS, FrozenLinear, can_fuse_lora, shared_input_linears
-from qerl_pl.modules.packed_layers import GatedMLP, Packing
+from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear, can_fuse_lora, shared_input_linears
+from qerl_pl.policy.packed_layers import GatedMLP, Packing
 
 MODES: tuple[Any, ...] = (False, "selective", True)
 LAYERS = 2

@@ -16,8 +16,8 @@ from qerl_kernels.selective_checkpointing import selective_checkpoint_contexts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.modules.packed_layers import Packing, attention_of_rows, packed_attention
-from qerl_pl.persistence.random_state import deterministic, strictly_deterministic_gradient
+from qerl_pl.policy.packed_layers import Packing, attention_of_rows, packed_attention
+from qerl_pl.runtime.random_state import deterministic, strictly_deterministic_gradient
 
 LENGTHS = torch.tensor([3, 1, 5])
 SINKS = torch.tensor([0.7, -1.5, 3.0, 0.0], dtype=torch.float64)

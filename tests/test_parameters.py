@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qerl_pl.errors import UserError
-from qerl_pl.modules.adapter import load_in_place, restored_parameters
+from qerl_pl.policy.adapter import load_in_place, restored_parameters
 
 
 def test_what_is_taken_over_is_written_in_place() -> None:

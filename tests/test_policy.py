@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import read_config
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models.folder import read_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.adapter import LoraAdapter
-from qerl_pl.modules.lora import PROJECTIONS, FrozenLinear
-from qerl_pl.modules.policy import mark_trained
+from qerl_pl.policy.adapter import LoraAdapter
+from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear
+from qerl_pl.policy.policy import mark_trained
 
 CPU = torch.device("cpu")
 

@@ -11,10 +11,10 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from torch import distributed
 
-from qerl_pl.distributed.strategy import FailureDetectingLauncher, UnwrappedDDPStrategy
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm.startup import import_vllm
 from qerl_pl.errors import UserError
+from qerl_pl.runtime.strategy import FailureDetectingLauncher, UnwrappedDDPStrategy
 from qerl_pl.types import RolloutRequest, SamplingConfig
 
 LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")

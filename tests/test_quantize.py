@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
-from qerl_pl.formats.model_folder import read_config, weight_map
 from qerl_pl.formats.quantize import backend_for, quantize_checkpoint
-from qerl_pl.modules.policy import PolicyConfig
+from qerl_pl.models.folder import read_config, weight_map
+from qerl_pl.policy.policy import PolicyConfig
 
 UP = "model.layers.0.mlp.up_proj.weight"
 
@@ -266,7 +266,7 @@ def test_refuses_another_quantized_format(tiny_policy_dir: Path, tmp_path: Path)
 def test_large_checkpoints_are_sharded_with_an_index(
     tiny_policy_dir: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qerl_pl.formats.model_folder.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("qerl_pl.models.folder.SHARD_BYTES", 50_000)
     quantize_checkpoint(tiny_policy_dir, tmp_path / "sharded")
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
     one, many = (load_dense_state(folder, torch.float32) for folder in (quantized, tmp_path / "sharded"))

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
-from qerl_pl.formats.model_folder import read_config
+from qerl_pl.models.folder import read_config
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.modules.packed_layers import Packing, packed_attention
-from qerl_pl.persistence.random_state import (
+from qerl_pl.policy.packed_layers import Packing, packed_attention
+from qerl_pl.runtime.random_state import (
     deterministic,
     random_state,
     set_random_state,

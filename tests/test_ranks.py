@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from short_run import data, fit_and_evaluate, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 
 ROLLOUTS = 8
 COMPARED = (

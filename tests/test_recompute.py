@@ -15,19 +15,19 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.algorithm import DAPO
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.memory import pending_state_bytes
+from qerl_pl.models.memory import pending_state_bytes
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, MemorySettings, candidate_settings
-from qerl_pl.modules.adapter import LoraAdapter
-from qerl_pl.modules.full_finetuning import use_master_weights
-from qerl_pl.modules.lora import LoraSpec
-from qerl_pl.modules.micro_batches import partition_micro_batches
-from qerl_pl.modules.packed_layers import GatedMLP, use_gated_mlps
 from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.persistence.random_state import deterministic
+from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, MemorySettings, candidate_settings
+from qerl_pl.policy.adapter import LoraAdapter
+from qerl_pl.policy.full_finetuning import use_master_weights
+from qerl_pl.policy.lora import LoraSpec
+from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.packed_layers import GatedMLP, use_gated_mlps
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
+from qerl_pl.runtime.random_state import deterministic
 
 CPU = torch.device("cpu")
 

@@ -24,11 +24,11 @@ from qerl_pl.cli.main import main
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_folder import end_token_ids
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.experts import PackedExperts
 from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.policy.experts import PackedExperts
 from qerl_pl.rollout.experience import pad_completions, pad_routing
 from qerl_pl.toy.game import GuessingGame
 from qerl_pl.types import Completion, PromptBatch, SamplingConfig

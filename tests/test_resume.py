@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from qerl_pl.persistence.atomic_files import locked
-from qerl_pl.persistence.checkpoint_io import newest_checkpoint
+from qerl_pl.runtime.checkpoint_io import newest_checkpoint
+from qerl_pl.runtime.files import locked
 
 
 def stop_where_an_update_may_not_repeat() -> None:
@@ -98,7 +98,7 @@ def die_before_the_first_checkpoint() -> None:
 
 def die_while_writing_the_second_checkpoint() -> None:
     """SIGKILL when the checkpoint of the sixth rollout is half written: its digest is there, its file is not."""
-    from qerl_pl.persistence import checkpoint_io
+    from qerl_pl.runtime import checkpoint_io
 
     plain = checkpoint_io.writing
 

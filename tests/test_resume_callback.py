@@ -22,7 +22,7 @@ from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
 from qerl_pl.cli.config_checks import ACCURACY
 from qerl_pl.cli.main import CALLBACKS
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.checkpoint_io import newest_checkpoint
+from qerl_pl.runtime.checkpoint_io import newest_checkpoint
 
 
 class Validations(Callback):

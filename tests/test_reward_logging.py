@@ -14,10 +14,10 @@ from short_run import data, module_of, trainer_of
 
 from qerl_pl.algorithm import DrGRPO
 from qerl_pl.callbacks import CompletionLog, RolloutCallback
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import RewardFunction, RewardSample, TrainerState, score
 from qerl_pl.rollout.collector import Collector
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.types import SamplingConfig
 
 SAMPLES = [RewardSample("2 + 2?", text, "4", False, 2) for text in ("four", "4", "five")]

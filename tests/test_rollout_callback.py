@@ -19,16 +19,16 @@ from qerl_pl.algorithm import GRPO, DrGRPO, NoiseSchedule, NormNoise
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
-from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import EvaluatorConfig
 from qerl_pl.modules import QeRLModule
-from qerl_pl.modules.lora import PROJECTIONS
-from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
+from qerl_pl.policy.lora import PROJECTIONS
 from qerl_pl.rewards import Format, GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
+from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.adapter import cast_master_weights
-from qerl_pl.modules.lora import LoraLinear
+from qerl_pl.policy.adapter import cast_master_weights
+from qerl_pl.policy.lora import LoraLinear
 
 RANK = 5
 

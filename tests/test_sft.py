@@ -27,7 +27,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
-from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
+from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[1]
 ROWS = [

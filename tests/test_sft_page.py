@@ -67,7 +67,7 @@ def test_reinforcement_learning_starts_from_what_was_taught(whole: Path) -> None
 
 def die_in_the_third_step() -> None:
     """SIGKILL in the backward pass of either part, which two checkpoints precede."""
-    from qerl_pl.modules import policy
+    from qerl_pl.policy import policy
 
     plain, calls = policy.Policy.train, iter(range(100))
 

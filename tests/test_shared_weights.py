@@ -20,11 +20,11 @@ from torch import Tensor
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.model_folder import TensorFiles, load_config
 from qerl_pl.formats.nf4 import NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules.model_loading import load_base
-from qerl_pl.modules.shared_weights import check_shared_weights
+from qerl_pl.models.folder import TensorFiles, load_config
+from qerl_pl.policy.loading import load_base
+from qerl_pl.policy.shared_weights import check_shared_weights
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 EMBEDDINGS, EXPERTS = "model.embed_tokens.weight", "model.layers.1.mlp.experts"

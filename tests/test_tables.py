@@ -25,8 +25,8 @@ from test_data import make_tokenizer, prompts_of, write_jsonl
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from qerl_pl.chat_continuation import ChatContinuation
-from qerl_pl.chat_template import CACHED_PROMPTS, cached_prompts, render_prompts
+from qerl_pl.chat.continuation import ChatContinuation
+from qerl_pl.chat.template import CACHED_PROMPTS, cached_prompts, render_prompts
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import BigMathDataModule, Row, TableConfig, TableDataModule
 from qerl_pl.errors import UserError

@@ -25,7 +25,7 @@ from tiny_run import Tiny
 from qerl_pl.cli import terminal
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.cli.terminal import StandardError, configure_terminal
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing
+from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing
 from qerl_pl.rewards.math_answer import MathPool
 
 
@@ -275,7 +275,7 @@ def test_what_only_one_rank_has_met_is_told_by_that_rank_once(tiny_policy_dir: P
     assert warned == [
         [],
         [
-            "WARNING qerl_pl.modules.activation_checkpointing: rank 1: gradient_checkpointing auto goes on with "
+            "WARNING qerl_pl.policy.activation_checkpointing: rank 1: gradient_checkpointing auto goes on with "
             "selective, for false "
             "ran out of memory: no room",
             "WARNING qerl_pl: rank 1: an answer counts as wrong, as it cannot be graded within the limits: "

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from qerl_pl.chat_continuation import ChatContinuation
-from qerl_pl.chat_template import render_prompt
+from qerl_pl.chat.continuation import ChatContinuation
+from qerl_pl.chat.template import render_prompt
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.rewards import Format, GSM8KAnswer
 from qerl_pl.rollout.experience import score_groups

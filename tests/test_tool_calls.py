@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, tool_format_of
+from qerl_pl.chat.tool_calls import MalformedCall, ToolCall, tool_format_of
 from qerl_pl.errors import UserError
 
 ADD = ToolCall("add", {"a": 1, "b": [2]})

@@ -12,7 +12,7 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, render_prompt
+from qerl_pl.chat.template import SYSTEM_PROMPT, render_prompt
 from qerl_pl.errors import UserError
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy, demonstration_batch
 from qerl_pl.toy.task import ArithmeticTask, Problem, careful_demonstration, careless_demonstration

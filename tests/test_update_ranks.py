@@ -23,10 +23,10 @@ from qerl_pl.algorithm import (
     Objective,
     RolloutCorrection,
 )
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.policy.policy import TokenValues
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.types import Experience
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective, RolloutCorrection
 from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.modules.policy import TokenValues
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
+from qerl_pl.policy.policy import TokenValues
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience
 

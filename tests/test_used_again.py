@@ -21,7 +21,7 @@ from qerl_pl.callbacks import (
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
-from qerl_pl.persistence.checkpoint_io import AtomicCheckpointIO
+from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.types import SamplingConfig
 
 ROLLOUTS = 4

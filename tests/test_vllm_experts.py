@@ -29,8 +29,8 @@ from transformers import GptOssConfig
 
 from qerl_pl.engines.vllm.fused_experts import kernel_names, shared_experts
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4StacksFormat
+from qerl_pl.models.families import family_of
 
 NAME = "model.layers.0.mlp.experts"
 QWEN = family_of("qwen3_moe"), None

@@ -25,7 +25,7 @@ from qerl_pl.engines.vllm.linear_methods import (
 from qerl_pl.engines.vllm.weight_map import fused_slices
 from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import family_of
+from qerl_pl.models.families import family_of
 
 COLUMNS, ROWS, DENSE_ABOVE = 128, 64, 4
 BIAS = torch.arange(ROWS).bfloat16() - 20

@@ -15,10 +15,10 @@ import torch
 from fit_helpers import free_port, processes
 from torch import distributed
 
-from qerl_pl.distributed import failure_detector
-from qerl_pl.distributed.communicator import Communicator
-from qerl_pl.distributed.failure_detector import FailureDetector
 from qerl_pl.errors import Stopped, UserError
+from qerl_pl.runtime import failure_detector
+from qerl_pl.runtime.communicator import Communicator
+from qerl_pl.runtime.failure_detector import FailureDetector
 
 
 def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
 
 VALIDATED = 1000
 """Added to a validation's number among the events."""

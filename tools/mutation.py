@@ -58,8 +58,8 @@ ROOMS = {
     ),
     "keeping": Room(
         (
-            "qerl_pl/persistence/checkpoint_io.py",
-            "qerl_pl/persistence/random_state.py",
+            "qerl_pl/runtime/checkpoint_io.py",
+            "qerl_pl/runtime/random_state.py",
             "qerl_pl/seeds.py",
             "qerl_pl/callbacks/resume.py",
         ),

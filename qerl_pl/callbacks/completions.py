@@ -12,10 +12,10 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.callbacks.loggers import log_table
-from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rollout.experience import without_none
+from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.types import CompletionRecord, PromptBatch
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,6 @@ from tqdm import tqdm
 from qerl_pl.callbacks.loggers import log_image
 from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.distributed.communicator import Communicator, writes_files
-from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import require_at_least
@@ -30,12 +28,14 @@ from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleR
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
 from qerl_pl.import_path import named_file
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
-from qerl_pl.persistence.atomic_files import atomic_write
 from qerl_pl.rewards import Reward, RewardFunction
+from qerl_pl.runtime.checks import ChecksFirst
+from qerl_pl.runtime.communicator import Communicator, writes_files
+from qerl_pl.runtime.files import atomic_write
+from qerl_pl.runtime.strategy import communicator_of
+from qerl_pl.runtime.versions import installed_versions, machine_of
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import ChecksFirst
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
-from qerl_pl.versions import installed_versions, machine_of
 
 FOLDER = "evaluation"
 LABELS = {

@@ -13,8 +13,8 @@ from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoa
 from PIL import Image
 from torch.utils.tensorboard.summary import hparams
 
-from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.runtime.communicator import writes_files
+from qerl_pl.runtime.files import atomic_write
 
 log = logging.getLogger(__name__)
 

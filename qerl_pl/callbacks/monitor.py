@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from qerl_pl.callbacks.rollout import rollout_callback
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.memory import GIB, held_gib
-from qerl_pl.modules.full_finetuning import FullWeights
+from qerl_pl.models.memory import GIB, held_gib
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
+from qerl_pl.policy.full_finetuning import FullWeights
 
 LOGGED = ("base", "adapter", "optimizer", "kv_cache")
 LOGGED_ON_GPU = ("activations", "driver")

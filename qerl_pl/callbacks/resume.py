@@ -14,13 +14,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.distributed.slurm import requeue_job, take_sigusr1
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
-from qerl_pl.persistence.atomic_files import atomic_write, remove_unwritten
-from qerl_pl.persistence.checkpoint_io import FOLDER, digest_path, resume_files
-from qerl_pl.persistence.random_state import random_state, set_random_state
-from qerl_pl.versions import installed_versions, machine_of, processor
+from qerl_pl.runtime.checkpoint_io import FOLDER, digest_path, resume_files
+from qerl_pl.runtime.communicator import writes_files
+from qerl_pl.runtime.files import atomic_write, remove_unwritten
+from qerl_pl.runtime.random_state import random_state, set_random_state
+from qerl_pl.runtime.slurm import requeue_job, take_sigusr1
+from qerl_pl.runtime.versions import installed_versions, machine_of, processor
 
 log = logging.getLogger(__name__)
 

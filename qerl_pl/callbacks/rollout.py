@@ -9,16 +9,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.callbacks.rollout_checks import check_types, warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.environments.pool import EnvironmentPool
 from qerl_pl.environments.sampler import DialogueConfig, DialogueSampler
 from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
-from qerl_pl.formats.model_folder import end_token_ids
+from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.openmp import let_waiting_threads_sleep
 from qerl_pl.rewards import (
     Reward,
     TrainerState,
@@ -28,7 +26,9 @@ from qerl_pl.rewards import (
     with_environment_reward,
 )
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.start_checks import ChecksFirst, check_logged, check_monitors, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.checks import ChecksFirst, check_logged, check_monitors, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.openmp import let_waiting_threads_sleep
+from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from qerl_pl.algorithm.off_policy import RolloutCorrection
-from qerl_pl.chat_template import messages_of, template_texts
+from qerl_pl.chat.template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.errors import UserError, require_type
 from qerl_pl.modules.qerl import QeRLModule

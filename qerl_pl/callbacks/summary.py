@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from qerl_pl.callbacks.loggers import log_result, where_to_look
-from qerl_pl.distributed.communicator import writes_files
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.runtime.communicator import writes_files
+from qerl_pl.runtime.files import atomic_write
 
 PHASES = ("sync", "rollout", "reward", "update")
 CURVES = ("reward/mean", "policy/entropy", "aqn/sigma", "aqn/measured_std", *(f"time/{phase}_s" for phase in PHASES))

@@ -15,10 +15,10 @@ from lightning.pytorch.cli import OptimizerCallable
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import ConversationDataModule
-from qerl_pl.distributed.slurm import check_tasks
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
+from qerl_pl.runtime.slurm import check_tasks
 
 log = logging.getLogger(__name__)
 

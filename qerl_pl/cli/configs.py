@@ -11,7 +11,7 @@ from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is 
 )
 
 from qerl_pl.errors import UserError, did_you_mean
-from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.runtime.files import atomic_write
 
 FOLDER = Path(__file__).parents[1] / "configs"
 _PATH = re.compile(r"[\w./-]+")

@@ -13,16 +13,16 @@ from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS, check_family
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
-from qerl_pl.memory import GIB, kv_cache_size, optimizer_bytes
-from qerl_pl.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
-from qerl_pl.model_shape import BITS, Shape
-from qerl_pl.modules.activation_checkpointing import MemorySettings, candidate_settings, mode_name
-from qerl_pl.modules.policy import PolicyConfig
+from qerl_pl.models.families import PROJECTIONS, check_family
+from qerl_pl.models.memory import GIB, kv_cache_size, optimizer_bytes
+from qerl_pl.models.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
+from qerl_pl.models.shape import BITS, Shape
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.modules.sft import SFTModule
+from qerl_pl.policy.activation_checkpointing import MemorySettings, candidate_settings, mode_name
+from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.toy.tokenizer import VOCABULARY
 
 CARDS = (12, 16, 24, 32, 48, 80)

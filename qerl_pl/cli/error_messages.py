@@ -23,7 +23,7 @@ from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.engines import RolloutEngine
 from qerl_pl.errors import UserError, chain_of_causes, explain_file_error
 from qerl_pl.modules import QeRLModule
-from qerl_pl.persistence.atomic_files import is_full_disk
+from qerl_pl.runtime.files import is_full_disk
 
 _NOISE = re.compile(
     r"Does not validate against|Subtypes:|Errors:|Expected a <class '(NoneType|bool|list|collections\.abc\.Iterable)'>$"

@@ -46,21 +46,21 @@ from qerl_pl.cli.export import export, take_adapter
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.cli.terminal import configure_terminal
 from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
-from qerl_pl.distributed.communicator import is_first_process, planned_ranks
-from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import Stopped, StopSignals, UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
-from qerl_pl.persistence.atomic_files import locked
-from qerl_pl.persistence.checkpoint_io import (
+from qerl_pl.rewards import Reward
+from qerl_pl.runtime.checkpoint_io import (
     FOLDER,
     AtomicCheckpointIO,
     finished_rollouts,
     newest_checkpoint,
     verify,
 )
-from qerl_pl.rewards import Reward
-from qerl_pl.start_checks import check_ranks_divide, check_strategy
+from qerl_pl.runtime.checks import check_ranks_divide, check_strategy
+from qerl_pl.runtime.communicator import is_first_process, planned_ranks
+from qerl_pl.runtime.files import locked
+from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 
 
 def stop_at_once() -> Callback:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCardData
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.summary import held_out_rows
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
-from qerl_pl.versions import installed_versions
+from qerl_pl.runtime.versions import installed_versions
 
 log = logging.getLogger("qerl_pl")
 

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from transformers.utils.logging import set_tqdm_hook
 
-from qerl_pl.distributed.communicator import is_first_process
+from qerl_pl.runtime.communicator import is_first_process
 
 LEVELS = {
     name: logging.WARNING

@@ -13,10 +13,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.tables import check_sizes, draw
-from qerl_pl.distributed.communicator import planned_ranks
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide, within_limit
+from qerl_pl.runtime.communicator import planned_ranks
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import check_first, check_intervals, check_ranks_divide, within_limit
 
 
 class PromptSampler(DistributedSampler[int]):

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import (
+from qerl_pl.chat.template import (
     CACHED_PROMPTS,
     SYSTEM_PROMPT,
     TemplateFrame,
@@ -21,6 +21,7 @@ from qerl_pl.chat_template import (
     check_template_kwargs,
     render_conversation,
 )
+from qerl_pl.chat.text_parts import PartTokenizer, beginning
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.conversation_rows import Conversation, Conversations
 from qerl_pl.datamodules.tables import (
@@ -34,8 +35,7 @@ from qerl_pl.datamodules.tables import (
     without_thousands,
 )
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.start_checks import check_intervals
-from qerl_pl.text_parts import PartTokenizer, beginning
+from qerl_pl.runtime.checks import check_intervals
 from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")

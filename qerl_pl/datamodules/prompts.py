@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import SYSTEM_PROMPT, Chat, TemplateFrame, cached_prompts, check_template_kwargs
+from qerl_pl.chat.template import SYSTEM_PROMPT, Chat, TemplateFrame, cached_prompts, check_template_kwargs
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     Row,
@@ -21,8 +21,8 @@ from qerl_pl.datamodules.tables import (
     warn_of_repeats,
 )
 from qerl_pl.errors import UserError, require_at_least, require_type
+from qerl_pl.runtime.checks import check_intervals
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import check_intervals
 from qerl_pl.types import Prompt, PromptBatch
 
 log = logging.getLogger("qerl_pl")

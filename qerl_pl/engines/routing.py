@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qerl_pl.formats.architecture import Family
+from qerl_pl.models.families import Family
 
 UNRECORDED = -1
 """In place of an expert id: the trainer's own router selects."""

@@ -21,10 +21,10 @@ from qerl_pl.engines.base import (
 from qerl_pl.engines.routing import RoutingRecorder
 from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import require_at_least
-from qerl_pl.formats.architecture import family_of, family_of_class, noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import load_dense_model
-from qerl_pl.formats.model_folder import end_token_ids, load_tokenizer
-from qerl_pl.memory import held_gib
+from qerl_pl.models.families import family_of, family_of_class, noisy_norm_names
+from qerl_pl.models.folder import end_token_ids, load_tokenizer
+from qerl_pl.models.memory import held_gib
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 

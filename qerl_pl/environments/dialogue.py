@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from qerl_pl.chat_continuation import ChatContinuation
+from qerl_pl.chat.continuation import ChatContinuation
+from qerl_pl.chat.tool_calls import MalformedCall, ToolCall, ToolFormat
 from qerl_pl.environments.contract import Opening, ToolAnswer
-from qerl_pl.environments.tool_calls import MalformedCall, ToolCall, ToolFormat
 from qerl_pl.types import Completion, DialogueFacts, RolloutRequest
 
 

@@ -20,11 +20,11 @@ from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 
-from qerl_pl.distributed.processes import worker_variables
 from qerl_pl.environments.client import END_TIMEOUT_S, WorkerClient, read_message, remedy_of
 from qerl_pl.environments.contract import Factory, Opening, ToolAnswer, name_of
 from qerl_pl.environments.worker import Frame
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.runtime.processes import worker_variables
 
 log = logging.getLogger("qerl_pl")
 

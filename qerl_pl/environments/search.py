@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root
 
 _RULE = "a corpus is a .jsonl file with one passage a line, or a text file with empty lines between passages"
 

@@ -13,13 +13,13 @@ from typing import Any
 from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import prompt_metrics
 from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers, normalize_answers
 from qerl_pl.rollout.experience import gather_by_index, require_finite_logprobs, score_groups, without_none
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import sample_seeds
 from qerl_pl.types import (
     Completion,

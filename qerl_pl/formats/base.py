@@ -16,10 +16,10 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import DENSE
-from qerl_pl.formats.model_folder import TensorFiles, read_config
 from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4Quantizer, MXFP4StacksFormat
 from qerl_pl.formats.nf4 import NF4Format, NF4Quantizer
 from qerl_pl.formats.nvfp4 import NVFP4Format, NVFP4Quantizer
+from qerl_pl.models.folder import TensorFiles, read_config
 
 QuantizedFormat = Literal["nvfp4", "mxfp4", "nf4"]
 """Formats that `qerl quantize` writes."""

@@ -8,10 +8,10 @@ from typing import Literal
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import has_experts
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.model_folder import TensorFiles, copy_other_files, read_config
-from qerl_pl.persistence.atomic_files import atomic_directory
+from qerl_pl.models.families import has_experts
+from qerl_pl.models.folder import TensorFiles, copy_other_files, read_config
+from qerl_pl.runtime.files import atomic_directory
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import UnpackedStacks, extra_setting
-from qerl_pl.formats.model_folder import TensorFiles, in_dtype
+from qerl_pl.models.folder import TensorFiles, in_dtype
 
 _FREE = ("config_groups", "ignore", "quantization_status", "global_compression_ratio", "version")
 """Settings that say which weights are quantized, which the files show, and who wrote them."""

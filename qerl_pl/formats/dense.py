@@ -7,7 +7,7 @@ import torch
 from qerl_kernels import DenseStack, FrozenWeight, StackedWeight
 from torch import Tensor
 
-from qerl_pl.formats.model_folder import TensorFiles, in_dtype
+from qerl_pl.models.folder import TensorFiles, in_dtype
 
 
 def extra_setting(found: Mapping[str, Any], exact: Mapping[str, Any], free: Collection[str] = ()) -> str | None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import check_expert_names, needs_eager_attention
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
-from qerl_pl.formats.model_folder import (
+from qerl_pl.models.families import check_expert_names, needs_eager_attention
+from qerl_pl.models.folder import (
     ShardWriter,
     TensorFiles,
     copy_other_files,
@@ -23,7 +23,7 @@ from qerl_pl.formats.model_folder import (
     load_tokenizer,
     read_config,
 )
-from qerl_pl.persistence.atomic_files import atomic_directory
+from qerl_pl.runtime.files import atomic_directory
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
 from qerl_pl.formats.dense import DenseFormat, extra_setting
-from qerl_pl.formats.model_folder import TensorFiles, in_dtype
+from qerl_pl.models.folder import TensorFiles, in_dtype
 
 CONFIG = quantization_config(CompressionFormat.mxfp4_pack_quantized, QuantizationStrategy.GROUP, 32, torch.uint8)
 """`quantization_config` of an MXFP4 checkpoint."""

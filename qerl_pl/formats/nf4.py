@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense import UnpackedStacks, extra_setting
-from qerl_pl.formats.model_folder import TensorFiles, in_dtype
+from qerl_pl.models.folder import TensorFiles, in_dtype
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a magnitude, and magnitudes that share one in turn."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import FAMILIES, family_of, family_of_class, noisy_norm_names
+from qerl_pl.models.families import FAMILIES, family_of, family_of_class, noisy_norm_names
 
 
 class Float32RMSNorm(nn.Module):

@@ -22,9 +22,9 @@ from qerl_kernels import (
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import fused_group
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
-from qerl_pl.formats.model_folder import TensorFiles
+from qerl_pl.models.families import fused_group
+from qerl_pl.models.folder import TensorFiles
 
 CONFIG = quantization_config(
     CompressionFormat.nvfp4_pack_quantized, QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn

@@ -25,14 +25,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import (
-    check_family,
-    fused_group,
-    has_experts,
-    stores_stacks,
-    text_config,
-    unquantized,
-)
 from qerl_pl.formats.base import (
     QUANTIZERS,
     BaseFormat,
@@ -45,7 +37,15 @@ from qerl_pl.formats.base import (
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.loftq import LOFTQ, LoftQAdapter
-from qerl_pl.formats.model_folder import (
+from qerl_pl.models.families import (
+    check_family,
+    fused_group,
+    has_experts,
+    stores_stacks,
+    text_config,
+    unquantized,
+)
+from qerl_pl.models.folder import (
     QUANTIZATION_REPORT,
     ShardWriter,
     TensorFiles,
@@ -53,7 +53,7 @@ from qerl_pl.formats.model_folder import (
     other_files,
     read_config,
 )
-from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root, folder_identity
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, folder_identity
 
 log = logging.getLogger(__name__)
 

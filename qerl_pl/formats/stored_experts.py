@@ -8,9 +8,9 @@ import torch
 from qerl_kernels import StackedWeight
 from torch import Tensor
 
-from qerl_pl.formats.architecture import DOWN, GATE_UP, Experts
 from qerl_pl.formats.base import BaseFormat
-from qerl_pl.formats.model_folder import TensorFiles
+from qerl_pl.models.families import DOWN, GATE_UP, Experts
+from qerl_pl.models.folder import TensorFiles
 
 BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
 

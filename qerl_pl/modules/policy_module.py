@@ -19,13 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.distributed.communicator import writes_files
-from qerl_pl.distributed.slurm import take_sigusr1
-from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least, require_type
-from qerl_pl.formats.model_folder import TensorFiles
-from qerl_pl.memory import (
+from qerl_pl.models.folder import TensorFiles
+from qerl_pl.models.memory import (
     GIB,
     TeacherBytes,
     free_bytes,
@@ -42,13 +39,10 @@ from qerl_pl.modules.optimizer import (
     load_schedule,
     trial_weight,
 )
-from qerl_pl.modules.policy import Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError
-from qerl_pl.persistence.atomic_files import atomic_directory, folder_identity
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start, refuse_mid_step
-from qerl_pl.persistence.random_state import deterministic, random_state, set_random_state
-from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import (
+from qerl_pl.policy.policy import Policy, PolicyConfig
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start, refuse_mid_step
+from qerl_pl.runtime.checks import (
     ChecksFirst,
     check_devices,
     check_logged,
@@ -56,6 +50,12 @@ from qerl_pl.start_checks import (
     refuse_weight_averaging,
     require_planned_end,
 )
+from qerl_pl.runtime.communicator import writes_files
+from qerl_pl.runtime.files import atomic_directory, folder_identity
+from qerl_pl.runtime.random_state import deterministic, random_state, set_random_state
+from qerl_pl.runtime.slurm import take_sigusr1
+from qerl_pl.runtime.strategy import communicator_of
+from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger(__name__)
 

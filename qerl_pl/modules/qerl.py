@@ -16,19 +16,19 @@ from torchmetrics import MeanMetric
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
-from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import require_at_least, require_type
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
-from qerl_pl.memory import TeacherBytes
+from qerl_pl.models.memory import TeacherBytes
 from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
-from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
-from qerl_pl.modules.teacher import Teacher, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
-from qerl_pl.persistence.atomic_files import folder_identity
-from qerl_pl.persistence.checkpoint_io import CHECKPOINT_KEY, check_teacher
-from qerl_pl.start_checks import ChecksFirst, no_sampling_callback, warn_of_unused
+from qerl_pl.policy.policy import PolicyConfig
+from qerl_pl.policy.teacher import Teacher, TeacherConfig
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_teacher
+from qerl_pl.runtime.checks import ChecksFirst, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.files import folder_identity
+from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
 T = TypeVar("T")

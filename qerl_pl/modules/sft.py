@@ -16,17 +16,17 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.datamodules.conversation_rows import Conversation
 from qerl_pl.datamodules.conversations import ConversationBatch, ConversationDataModule, padded
-from qerl_pl.distributed.communicator import Communicator, writes_files
-from qerl_pl.distributed.strategy import communicator_of
 from qerl_pl.errors import UserError
-from qerl_pl.modules.micro_batches import partition_micro_batches
 from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
-from qerl_pl.modules.policy import PolicyConfig
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
+from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.policy import PolicyConfig
+from qerl_pl.runtime.checks import check_monitors
+from qerl_pl.runtime.communicator import Communicator, writes_files
+from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
-from qerl_pl.start_checks import check_monitors
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.errors import UserError
-from qerl_pl.modules.micro_batches import partition_micro_batches
-from qerl_pl.modules.policy import Policy, TokenValues
 from qerl_pl.modules.update_metrics import update_metrics
+from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.policy import Policy, TokenValues
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience, TeacherStates
 

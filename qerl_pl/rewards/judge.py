@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import httpx2
 
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.atomic_files import cache_root
 from qerl_pl.rewards.base import Reward, RewardSample
+from qerl_pl.runtime.files import cache_root
 
 log = logging.getLogger(__name__)
 

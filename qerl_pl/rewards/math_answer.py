@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from qerl_pl.distributed.communicator import warn_of_this_rank
-from qerl_pl.distributed.processes import cores, worker_variables
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.answers import answer_of, only_text, same_prose, same_text
 from qerl_pl.rewards.base import Reward, RewardSample, refuse_empty_references
+from qerl_pl.runtime.communicator import warn_of_this_rank
+from qerl_pl.runtime.processes import cores, worker_variables
 
 log = logging.getLogger("qerl_pl")
 

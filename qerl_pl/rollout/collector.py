@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.advantages import informative_groups, normalized_then_summed, summed_group_advantages
 from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
@@ -38,6 +37,7 @@ from qerl_pl.rollout.experience import (
     totals,
 )
 from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import sample_seeds, stream_seed
 from qerl_pl.types import Completion, Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 

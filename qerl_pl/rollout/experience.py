@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.algorithm.advantages import have_differences
-from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import Reward, RewardSample, functions_among, score
+from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.types import Completion, CompletionRecord, DialogueFacts, Prompt
 
 T = TypeVar("T")

@@ -19,10 +19,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils.chat_template_utils import get_json_schema
 
-from qerl_pl.chat_continuation import ChatContinuation
-from qerl_pl.chat_template import render_prompt
+from qerl_pl.chat.continuation import ChatContinuation
+from qerl_pl.chat.template import render_prompt
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration

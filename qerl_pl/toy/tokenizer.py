@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from transformers import AddedToken, Qwen2Tokenizer
 
-from qerl_pl.chat_template import SYSTEM_PROMPT
+from qerl_pl.chat.template import SYSTEM_PROMPT
 from qerl_pl.toy.task import ArithmeticTask, careful_demonstration, careless_demonstration
 
 VOCABULARY = 512

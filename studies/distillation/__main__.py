@@ -22,7 +22,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks import report
-from qerl_pl.chat_template import render_prompt
+from qerl_pl.chat.template import render_prompt
 from qerl_pl.cli.main import main as qerl
 from qerl_pl.evaluation.metrics import bootstrap_interval
 from qerl_pl.formats.quantize import in_format

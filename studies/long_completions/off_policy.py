@@ -26,9 +26,9 @@ from qerl_pl.algorithm import GRPO, NormNoise, RolloutCorrection
 from qerl_pl.algorithm.off_policy import PRESETS, correction_weights, level_log_ratio
 from qerl_pl.datamodules import TableDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine, VLLMEngine
-from qerl_pl.formats.model_folder import end_token_ids
+from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import Policy, PolicyConfig
-from qerl_pl.modules.micro_batches import partition_micro_batches
+from qerl_pl.policy.micro_batches import partition_micro_batches
 from qerl_pl.rewards import as_rewards
 from qerl_pl.rollout import Collector, CollectorConfig
 from qerl_pl.types import Experience, SamplingConfig

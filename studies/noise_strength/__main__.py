@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import report
 from qerl_pl.algorithm.noise import NormNoise, rms
-from qerl_pl.chat_template import render_prompts
+from qerl_pl.chat.template import render_prompts
 from qerl_pl.datamodules.tables import read_table
-from qerl_pl.formats.architecture import family_of, noisy_norm_names
+from qerl_pl.models.families import family_of, noisy_norm_names
 
 ABSOLUTE = (0.0005, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 RELATIVE = (0.005, 0.02, 0.05, 0.1, 0.2)

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks import report
-from qerl_pl.chat_template import render_prompts
+from qerl_pl.chat.template import render_prompts
 from qerl_pl.datamodules.tables import read_table
 from qerl_pl.formats.loftq import LOFTQ
 from qerl_pl.formats.quantize import Device, quantize_checkpoint

@@ -21,11 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks import report
-from qerl_pl.chat_template import render_prompts
+from qerl_pl.chat.template import render_prompts
 from qerl_pl.cli.quantize import quantize
 from qerl_pl.datamodules import TableConfig
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.model_folder import TensorFiles
+from qerl_pl.models.folder import TensorFiles
 from qerl_pl.rewards import MathAnswer, RewardSample
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import report
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.runtime.files import atomic_write
 from studies.train_on_4_bits import pictures, tables
 from studies.train_on_4_bits.claims import Row
 from studies.train_on_4_bits.findings import CEILING, Result, findings, strata

@@ -24,7 +24,7 @@ from qerl_kernels import select_backend
 from transformers import AutoTokenizer
 
 from benchmarks import report
-from qerl_pl.chat_template import SYSTEM_PROMPT
+from qerl_pl.chat.template import SYSTEM_PROMPT
 from qerl_pl.datamodules import ConversationDataModule, GSM8KDataModule
 from qerl_pl.datamodules.conversations import padded
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
@@ -32,12 +32,12 @@ from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.evaluation.metrics import bootstrap_interval
-from qerl_pl.formats.architecture import linear_shapes
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.model_folder import load_config
+from qerl_pl.models.families import linear_shapes
+from qerl_pl.models.folder import load_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.modules.micro_batches import partition_micro_batches
-from qerl_pl.modules.saved_adapter import read_adapter
+from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.saved_adapter import read_adapter
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, Reward
 from qerl_pl.types import Prompt, SamplingConfig
 

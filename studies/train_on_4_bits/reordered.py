@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_folder import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
+from qerl_pl.models.folder import ShardWriter, TensorFiles, copy_other_files, load_config, read_config
 from qerl_pl.seeds import stream_seed
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

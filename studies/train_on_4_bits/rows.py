@@ -8,7 +8,7 @@ from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.persistence.atomic_files import atomic_write, directory_lock
+from qerl_pl.runtime.files import atomic_write, directory_lock
 from studies.train_on_4_bits.plan import Run
 
 POINTS = 60

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import report
 from qerl_pl.errors import StopSignals, UserError
-from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.runtime.files import atomic_write
 from studies.train_on_4_bits.plan import ROOT, Plan, Run
 from studies.train_on_4_bits.rows import add_row, read_rows, row_of
 

@@ -43,9 +43,9 @@ from benchmarks import report
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import Quantization
-from qerl_pl.formats.model_folder import copy_other_files, read_config
+from qerl_pl.models.folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
-from qerl_pl.persistence.atomic_files import atomic_directory, build_once
+from qerl_pl.runtime.files import atomic_directory, build_once
 from studies.train_on_4_bits.pretrained import ENGINES, Measurement, read_rows
 from studies.train_on_4_bits.reordered import reorder_checkpoint
 from studies.train_on_4_bits.runner import visible_devices

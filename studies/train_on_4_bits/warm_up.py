@@ -30,11 +30,11 @@ from transformers import (
 )
 
 from benchmarks import report
-from qerl_pl.chat_template import render_prompts
+from qerl_pl.chat.template import render_prompts
 from qerl_pl.datamodules.tables import read_table
-from qerl_pl.persistence.atomic_files import atomic_directory
-from qerl_pl.persistence.random_state import deterministic
 from qerl_pl.rewards import GSM8KAnswer, RewardSample
+from qerl_pl.runtime.files import atomic_directory
+from qerl_pl.runtime.random_state import deterministic
 
 IGNORED = -100
 PROBLEMS = 256

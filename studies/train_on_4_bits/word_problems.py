@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl_pl.datamodules.tables import read_table
-from qerl_pl.persistence.atomic_files import atomic_write
+from qerl_pl.runtime.files import atomic_write
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.task import NAMES, THINGS
 

@@ -36,13 +36,13 @@ from qerl_pl.engines.vllm.startup import (
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.architecture import family_of, has_experts, linear_shapes
 from qerl_pl.formats.base import BaseFormat, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.formats.model_folder import end_token_ids, load_config, load_tokenizer, read_config
-from qerl_pl.memory import GIB, check_length, files_gib, kv_cache_size
-from qerl_pl.model_shape import Shape
+from qerl_pl.models.families import family_of, has_experts, linear_shapes
+from qerl_pl.models.folder import end_token_ids, load_config, load_tokenizer, read_config
+from qerl_pl.models.memory import GIB, check_length, files_gib, kv_cache_size
+from qerl_pl.models.shape import Shape
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
 
 log = logging.getLogger(__name__)

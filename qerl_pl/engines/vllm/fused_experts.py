@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import Family
+from qerl_pl.models.families import Family
 
 TOLERANCE = 0.02
 """Largest relative difference between two ways to compute a mixture: rounding makes a few 1e-3, another layout 1."""

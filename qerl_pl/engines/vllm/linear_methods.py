@@ -25,7 +25,7 @@ from torch import Tensor
 from qerl_pl.engines.vllm import compat, weight_map
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import FUSED, names_match
+from qerl_pl.models.families import FUSED, names_match
 
 LoraBuffers = dict[str, tuple[Tensor, Tensor]]
 """Views of A [r, in] and B [out, r] by the base model's name of a linear, to be written in place."""

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.model_folder import longest_sequence
+from qerl_pl.models.folder import longest_sequence
 
 DEFAULT_GRAPH_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures unasked on Hopper GPUs."""

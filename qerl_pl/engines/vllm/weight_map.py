@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from qerl_pl.engines.base import check_tensor
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import Family
 from qerl_pl.formats.nf4 import NF4_BLOCK, NF4Weight
+from qerl_pl.models.families import Family
 
 FusedSlice = tuple[str, int, int]
 """A linear of the base model in one of vLLM's: its name, rows [start, stop)."""

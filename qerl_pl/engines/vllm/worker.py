@@ -17,8 +17,8 @@ from qerl_pl.engines.vllm.sampler import attach_sampler
 from qerl_pl.engines.vllm.startup import end_groups_without_experts
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import family_of, noisy_norm_names
-from qerl_pl.memory import held_gib
+from qerl_pl.models.families import family_of, noisy_norm_names
+from qerl_pl.models.memory import held_gib
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qerl_pl.chat_template import render_prompts
+from qerl_pl.chat.template import render_prompts
 from studies.train_on_4_bits.warm_up import demonstration, examples, padded
 from studies.train_on_4_bits.warm_up import main as warm_up
 from studies.train_on_4_bits.word_problems import WordProblem, easy_rows, word_problem

@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import check_family
 from qerl_pl.formats.base import BaseFormat, format_of
-from qerl_pl.formats.model_folder import TensorFiles, load_config
 from qerl_pl.formats.norm import use_float32_norms
-from qerl_pl.modules.experts import attach_routing_replay, use_packed_experts
-from qerl_pl.modules.lora import FrozenLinear, parameter_name
-from qerl_pl.modules.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
-from qerl_pl.modules.shared_weights import check_shared_weights
+from qerl_pl.models.families import check_family
+from qerl_pl.models.folder import TensorFiles, load_config
+from qerl_pl.policy.experts import attach_routing_replay, use_packed_experts
+from qerl_pl.policy.lora import FrozenLinear, parameter_name
+from qerl_pl.policy.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
+from qerl_pl.policy.shared_weights import check_shared_weights
 
 log = logging.getLogger(__name__)
 

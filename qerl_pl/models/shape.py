@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS, family_of, names_match
+from qerl_pl.models.families import PROJECTIONS, family_of, names_match
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}
 """Bits of a weight of the layers' linears in a 4-bit format, scales included; vLLM undoes NF4's double quantization."""

@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import GATE_UP, family_of
 from qerl_pl.formats.base import BaseFormat
-from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.stored_experts import StoredExperts
+from qerl_pl.models.families import GATE_UP, family_of
+from qerl_pl.models.folder import TensorFiles
 
 TOLERANCE = 0.01
 """Largest relative difference of two tiles: rounding to bfloat16 makes 2e-3, another scale or another layout 1."""

@@ -10,10 +10,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from qerl_pl.distributed.communicator import planned_ranks
-from qerl_pl.distributed.slurm import check_world
-from qerl_pl.distributed.strategy import UnwrappedDDPStrategy
 from qerl_pl.errors import UserError
+from qerl_pl.runtime.communicator import planned_ranks
+from qerl_pl.runtime.slurm import check_world
+from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def check_devices(trainer: Trainer) -> None:
     if not alone and not isinstance(strategy, UnwrappedDDPStrategy):
         raise UserError(
             f"a run on several devices needs this package's strategy; got {type(strategy).__name__} for {world_size}; "
-            "give the Trainer devices=1, or strategy=UnwrappedDDPStrategy() of qerl_pl.distributed.strategy"
+            "give the Trainer devices=1, or strategy=UnwrappedDDPStrategy() of qerl_pl.runtime.strategy"
         )
 
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import names_match
-from qerl_pl.formats.model_folder import read_config
 from qerl_pl.formats.quantize import local_folder
-from qerl_pl.modules.lora import LoraConfig, LoraSpec
+from qerl_pl.models.families import names_match
+from qerl_pl.models.folder import read_config
+from qerl_pl.policy.lora import LoraConfig, LoraSpec
 
 _FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")

@@ -17,7 +17,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.atomic_files import atomic_write, writing
+from qerl_pl.runtime.files import atomic_write, writing
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import Family, family_of_class
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.lora import shared_input_linears
-from qerl_pl.modules.tiled_mlp import results_needed, tiled
-from qerl_pl.persistence.random_state import strictly_deterministic_gradient
+from qerl_pl.models.families import Family, family_of_class
+from qerl_pl.policy.lora import shared_input_linears
+from qerl_pl.policy.tiled_mlp import results_needed, tiled
+from qerl_pl.runtime.random_state import strictly_deterministic_gradient
 
 ATTENTION = "qerl_packed"
 """Name of `packed_attention` as a transformers attention implementation."""

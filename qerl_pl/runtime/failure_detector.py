@@ -19,8 +19,8 @@ from datetime import timedelta
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from qerl_pl.distributed.communicator import Communicator
 from qerl_pl.errors import Preempted, Stopped, UserError, chain_of_causes
+from qerl_pl.runtime.communicator import Communicator
 
 PERIOD = 1.0
 """Seconds between heartbeats."""

@@ -14,9 +14,9 @@ from qerl_kernels.attention import backward_splits, head_groups
 from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
 
-from qerl_pl.formats.architecture import PROJECTIONS
-from qerl_pl.memory import GIB, GRADIENT, MASTER
-from qerl_pl.model_shape import Shape
+from qerl_pl.models.families import PROJECTIONS
+from qerl_pl.models.memory import GIB, GRADIENT, MASTER
+from qerl_pl.models.shape import Shape
 
 SAFETY_FACTOR = 1.1
 """Of activations where a mode is chosen by them: for fragmentation and small tensors."""

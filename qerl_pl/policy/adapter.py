@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
-from qerl_pl.modules.packed_layers import GatedMLP, PackedAttention
+from qerl_pl.models.families import family_of, noisy_norm_names
+from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
+from qerl_pl.policy.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.seeds import stream_seed
 
 

@@ -19,7 +19,7 @@ from qerl_kernels import (
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import PROJECTIONS, find_family
+from qerl_pl.models.families import PROJECTIONS, find_family
 
 
 def parameter_name(name: str) -> str:

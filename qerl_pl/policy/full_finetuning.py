@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import family_of, noisy_norm_names
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.modules.adapter import restored_parameters
+from qerl_pl.models.families import family_of, noisy_norm_names
+from qerl_pl.policy.adapter import restored_parameters
 from qerl_pl.seeds import stream_seed
 
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.architecture import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.formats.base import BaseFormat
-from qerl_pl.formats.model_folder import TensorFiles
 from qerl_pl.formats.stored_experts import BIASES, StoredExperts
-from qerl_pl.modules.lora import parameter_name
-from qerl_pl.modules.packed_layers import ACTIVATIONS
-from qerl_pl.modules.tiled_mlp import results_needed
+from qerl_pl.models.families import DOWN, GATE_UP, Experts, Family, expert_blocks
+from qerl_pl.models.folder import TensorFiles
+from qerl_pl.policy.lora import parameter_name
+from qerl_pl.policy.packed_layers import ACTIVATIONS
+from qerl_pl.policy.tiled_mlp import results_needed
 
 
 class PackedExperts(nn.Module):

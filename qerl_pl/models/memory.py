@@ -1,4 +1,4 @@
-"""Measures memory: of tensors, files and optimizers, and what a device has free. memory_plan.py has estimates."""
+"""Measures memory: of tensors, files and optimizers, and what a device has free; memory_plan.py estimates it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -17,9 +17,9 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import distributed, nn
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
-from qerl_pl.distributed.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.distributed.failure_detector import FailureDetector
 from qerl_pl.errors import UserError
+from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
+from qerl_pl.runtime.failure_detector import FailureDetector
 
 TIMEOUT = timedelta(days=1)
 """Timeout of collectives: ranks wait for the slowest rollout. `FailureDetector` notices lost ranks long before."""

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from qerl_pl.chat.text_parts import beginning
 from qerl_pl.errors import UserError
-from qerl_pl.persistence.atomic_files import atomic_directory, build_once, cache_root
-from qerl_pl.text_parts import beginning
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
 """Asks for the format that the rewards check."""

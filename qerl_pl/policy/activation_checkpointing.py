@@ -17,17 +17,17 @@ from qerl_kernels import selective_checkpoint_contexts
 from torch import nn
 from transformers import PreTrainedModel
 
-from qerl_pl.distributed.communicator import Communicator, warn_of_this_rank
-from qerl_pl.formats.architecture import family_of
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.memory import GIB, free_bytes, free_cpu_bytes
-from qerl_pl.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
-from qerl_pl.model_shape import Shape
-from qerl_pl.modules.activation_offload import ActivationOffload, pinned_bytes
-from qerl_pl.modules.lora import ADAPTER
-from qerl_pl.modules.packed_layers import GatedMLP, tile_mlps
-from qerl_pl.modules.tiled_mlp import leaving_out_contexts
-from qerl_pl.persistence.random_state import random_state, set_random_state
+from qerl_pl.models.families import family_of
+from qerl_pl.models.memory import GIB, free_bytes, free_cpu_bytes
+from qerl_pl.models.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
+from qerl_pl.models.shape import Shape
+from qerl_pl.policy.activation_offload import ActivationOffload, pinned_bytes
+from qerl_pl.policy.lora import ADAPTER
+from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps
+from qerl_pl.policy.tiled_mlp import leaving_out_contexts
+from qerl_pl.runtime.communicator import Communicator, warn_of_this_rank
+from qerl_pl.runtime.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat_template import Chat, TemplateFrame, messages_of, template_texts
+from qerl_pl.chat.template import Chat, TemplateFrame, messages_of, template_texts
+from qerl_pl.chat.text_parts import PartTokenizer
 from qerl_pl.errors import UserError
-from qerl_pl.text_parts import PartTokenizer
 
 CUT = " ... (cut)"
 """Ends an answer that is longer than its limit."""

@@ -11,8 +11,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 
-from qerl_pl.distributed.communicator import planned_ranks
 from qerl_pl.errors import UserError, sigusr1_as_sigterm
+from qerl_pl.runtime.communicator import planned_ranks
 
 log = logging.getLogger(__name__)
 

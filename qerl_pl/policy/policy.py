@@ -18,19 +18,19 @@ from transformers import PreTrainedModel
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, require_at_least, require_one_of, require_type
-from qerl_pl.formats.architecture import PROJECTIONS, check_family, find_family, logit_cap
 from qerl_pl.formats.base import QUANTIZATIONS, Quantization, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.model_folder import load_tokenizer, longest_sequence, read_config
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
-from qerl_pl.modules.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
-from qerl_pl.modules.adapter import LoraAdapter, load_in_place
-from qerl_pl.modules.full_finetuning import FullWeights
-from qerl_pl.modules.lora import LoraConfig, LoraSpec, check_targets
-from qerl_pl.modules.model_loading import load_base
-from qerl_pl.modules.packed_layers import Packing
-from qerl_pl.modules.saved_adapter import SavedAdapter, read_adapter
+from qerl_pl.models.families import PROJECTIONS, check_family, find_family, logit_cap
+from qerl_pl.models.folder import load_tokenizer, longest_sequence, read_config
+from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
+from qerl_pl.policy.adapter import LoraAdapter, load_in_place
+from qerl_pl.policy.full_finetuning import FullWeights
+from qerl_pl.policy.loading import load_base
+from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
+from qerl_pl.policy.packed_layers import Packing
+from qerl_pl.policy.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
 

@@ -1,0 +1,1 @@
+"""Chat templates: rendering, continuation, tool calls."""

@@ -1,1 +1,0 @@
-"""Several processes: communication, the Lightning strategy and the failure detector."""

@@ -1,0 +1,1 @@
+"""Families of models, their folders, shapes and memory."""

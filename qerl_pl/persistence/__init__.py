@@ -1,1 +1,0 @@
-"""What a resumed run needs: checkpoints, atomic files and random states."""

@@ -1,0 +1,1 @@
+"""The policy: frozen base, adapter, full fine-tuning, teacher."""

@@ -1,0 +1,1 @@
+"""Processes, checkpoints, files, random states and checks of a run."""
