@@ -267,15 +267,14 @@ def collector_of(pool: LocalPool, **settings: Any) -> Collector:
 def test_a_rollout_without_any_reward_is_refused() -> None:
     collector = collector_of(NoReward(Game))
     with pytest.raises(UserError, match="none of its completions has one; define get_reward in the environment"):
-        collector._sample_informative(PROMPTS[:2], PolicyWeights(0, None, 1.0), lambda *_: [], {})
+        collector._sample_informative(PROMPTS[:2], 0, lambda *_: [], {})
 
 
 def test_a_round_of_dynamic_sampling_without_any_reward_is_not_a_rollout_without_any() -> None:
     pool = NoReward(Game)
     pool.rewarded = 4  # the tools of the replacement's dialogues were ended by their time limit
     collector = collector_of(pool, resample_rounds=1)
-    weights = PolicyWeights(0, None, 1.0)
-    groups = collector._sample_informative(PROMPTS[:2], weights, lambda *_: PROMPTS[2:3], {})
+    groups = collector._sample_informative(PROMPTS[:2], 0, lambda *_: PROMPTS[2:3], {})
     assert [group.total.isnan().all().item() for group in groups] == [False, False, True]
 
 

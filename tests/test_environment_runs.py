@@ -26,7 +26,7 @@ from qerl_pl.rewards import GSM8KAnswer
 
 ROLLOUTS = 22
 PATTERN = r"(?P<name>guess) (?P<number>\d+)"
-SPECIAL = r"<\|\w+\|>"
+SPECIAL = r"<\|(?:pad|eos)\|>"
 """Special tokens, which a turn's message may hold and a record's completion leaves out."""
 
 

@@ -52,6 +52,7 @@ def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
     config["trainer"] |= {"devices": devices, "max_epochs": None, "max_steps": 4 * ROLLOUTS, "val_check_interval": 2}
     rollout = config["trainer"]["callbacks"][0]["init_args"]
     rollout["resample_rounds"] = 1
+    rollout["sampling"]["stop"] = ["e", "1"]  # completions of several lengths
     rollout["rewards"] = [{"class_path": "fit_helpers.EvenVowels"}, {"class_path": "fit_helpers.Letters"}]
     return config
 
