@@ -25,12 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import random_model
 import report
 import torch
 from agreement import SIGMA, move_adapter
 from family_models import MODELS, config_of, prompts_of, write_source
 from qerl_kernels import select_backend
-from qerl_pl.modules.trainer_noise import TrainerNoise
 from torch import Tensor
 
 from qerl_pl.algorithm.noise import NormNoise
@@ -66,8 +66,7 @@ def logprobs_of(
     found = []
     for prompt, group in zip(prompts, completions, strict=True):
         tokens, lengths, mask, _ = (t.to(policy.device) for t in pad_completions([prompt], [group], 0))
-        rows = torch.arange(len(tokens))
-        with TrainerNoise(policy.trained.norms(), noise, None).added(rows):
+        with random_model.noisy_norms(policy, noise):
             own = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=not adapter)[0]
         found.append(own[mask].float())
     return torch.cat(found)

@@ -36,7 +36,6 @@ from agreement import move_adapter
 from engine_speed import prompts_of, random_policy, timed, used_gib
 from qerl_kernels import ExpertBiases, mixture_of_experts, select_backend
 from qerl_kernels import experts as kernels
-from qerl_pl.modules.trainer_noise import TrainerNoise
 from stock_engine import StockEngine
 from torch import Tensor
 from transformers import AutoConfig
@@ -107,7 +106,7 @@ def logprobs_of(
 ) -> Tensor:
     """Log-probabilities of a batch's sampled tokens, float32 [M], with the noise that sampled them."""
     tokens, lengths, mask, _ = batch
-    with TrainerNoise(policy.trained.norms(), noise, None).added(torch.arange(len(tokens))):
+    with random_model.noisy_norms(policy, noise):
         found = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=not adapter, routing=routing)[0]
     return found[mask].float()
 

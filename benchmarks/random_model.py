@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from qerl_pl.algorithm import NormNoise
 from qerl_pl.formats.mxfp4 import STACKS_CONFIG, MXFP4StacksQuantizer
 from qerl_pl.formats.nvfp4 import CONFIG
 from qerl_pl.models.families import DOWN, GATE_UP, fused_group, stores_stacks, unquantized
 from qerl_pl.models.folder import ShardWriter
+from qerl_pl.policy.policy import Policy
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
@@ -200,3 +203,16 @@ def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
     quantizer = MXFP4StacksQuantizer()
     codes, scales = zip(*(quantizer.encode(matrix.t().contiguous(), None) for matrix in stack), strict=True)
     return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]
+
+
+@contextmanager
+def noisy_norms(policy: Policy, noise: NormNoise | None) -> Iterator[None]:
+    """Inside the block the policy's norms have the noise that an engine is synced with; None for none."""
+    norms = {} if noise is None else policy.trained.norms()
+    clean = {name: norm.weight.detach().clone() for name, norm in norms.items()}
+    with torch.no_grad():
+        for name, norm in norms.items():
+            norm.weight += noise.of_norm(name, norm.multiplier(norm.weight)).to(norm.weight.device)
+        yield
+        for name, norm in norms.items():
+            norm.weight.copy_(clean[name])

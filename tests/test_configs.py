@@ -464,7 +464,7 @@ CONFIGURABLE = [
     for module in (qerl_pl.callbacks, qerl_pl.datamodules, qerl_pl.engines, qerl_pl.rewards)
     for name in module.__all__
     if name[0].isupper() and name not in ("EngineSpec", "RolloutEngine", "Preempted")
-    and name not in ("Reward", "RewardSample", "Row", "ScoredBatch")
+    and name not in ("Reward", "RewardSample", "Row", "ScoredBatch", "TrainerState")
 ] + Objective.__subclasses__()  # fmt: skip
 
 

@@ -125,10 +125,6 @@ def test_a_switch_needs_no_value(words: str) -> None:
     assert " ".join(give_flags_values(export, words.split())) == FLAGS[words]
 
 
-def test_switches_of_other_commands_are_flags_too() -> None:
-    assert give_flags_values(quantize, ["a", "--power_of_two", "b"]) == ["a", "--power_of_two=true", "b"]
-
-
 # Lines ----------------------------------------------------------------------------------------------------------------
 
 NEAREST = {

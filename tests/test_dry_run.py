@@ -105,7 +105,7 @@ def test_keys_and_values_in_fp8_are_counted_as_half(capsys: pytest.CaptureFixtur
     words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]
     words += ["--rollout.engine.kv_cache_gib=null", "--rollout.engine.gpu_memory_utilization=0.9"]
     tables = [run(capsys, *words, f"--rollout.engine.kv_cache_dtype={dtype}") for dtype in ("auto", "fp8")]
-    sequence = (256 + 2048) * 2 * 36 * 1024 / GIB  # in fp8
+    sequence = (256 + 640) * 2 * 36 * 1024 / GIB  # in fp8
     assert [float(table["keys and values"][0]) for table in tables] == pytest.approx([2 * sequence, sequence], abs=0.01)
 
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from noisy_norms import noisy_norms
 from qerl_kernels import FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, NVFP4Tensor, StackedWeight, select_backend
 from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from tiny_families import EXPERTS, MODELS, STORED, write_checkpoint, write_wrapp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
 
+from benchmarks.random_model import noisy_norms
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
@@ -53,7 +53,16 @@ NOISY |= dict.fromkeys(("gemma2", "gemma3_text"), ("input_layernorm", "pre_feedf
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+EVERY_RUN = ("llama-3", "gemma-2", "qwen3-moe")
+"""Families of `make test`: a plain one, one with an offset in its norms, a mixture; the others run nightly."""
+
+
+def families(names: Sequence[str]) -> list[Any]:
+    """Parameters that run nightly, but for those of every run."""
+    return [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+@pytest.fixture(scope="module", params=families(MODELS))
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 16-bit checkpoint."""
     return write_checkpoint(request.param, tmp_path_factory.mktemp("family") / request.param)
@@ -306,7 +315,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(base: Path) -> None:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients[0], other, strict=True))
 
 
-@pytest.fixture(scope="module", params=[name for name in MODELS if name not in EXPERTS])
+@pytest.fixture(scope="module", params=families([name for name in MODELS if name not in EXPERTS]))
 def dense_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 16-bit checkpoint whose every weight can train: experts are frozen."""
     return write_checkpoint(request.param, tmp_path_factory.mktemp("dense") / request.param)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from noisy_norms import noisy_norms
 from safetensors.torch import load_file, save_file
 from short_run import trainer_of
 from test_every_way import process_state, written  # noqa: F401  (a fixture)
@@ -19,6 +18,7 @@ from tiny_families import EXPERTS as MIXTURES
 from tiny_families import STORED, write_checkpoint
 from torch import Tensor
 
+from benchmarks.random_model import noisy_norms
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import GuessingDataModule

@@ -33,9 +33,6 @@ from qerl_pl.rewards import as_rewards
 from qerl_pl.rollout import Collector, CollectorConfig
 from qerl_pl.types import Experience, SamplingConfig
 
-WIDENED = "geometric_mask, widened"
-CORRECTIONS = {**PRESETS, WIDENED: RolloutCorrection(**vars(PRESETS["geometric_mask"]) | {"widen_with_noise": True})}
-
 
 def endless(source: Path, folder: Path) -> Path:
     """A copy of a model whose completions end at the token limit: a token that it hardly ever samples ends them."""
@@ -88,9 +85,9 @@ def ratios(log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
     }
 
 
-def corrected(correction: RolloutCorrection, old: Tensor, sampler: Tensor, mask: Tensor, widening: float) -> Any:
+def corrected(correction: RolloutCorrection, old: Tensor, sampler: Tensor, mask: Tensor) -> Any:
     """Shares of tokens that a correction rejects or caps, and the effective sample size as a share."""
-    found = correction_weights(correction, old, sampler, mask, widening)
+    found = correction_weights(correction, old, sampler, mask)
     weights = found.weights[mask]
     squares = (len(weights) * weights.square().sum()).item()
     return {
@@ -118,9 +115,9 @@ def tables(results: Sequence[dict[str, Any]]) -> str:
                 f"{row[name]['rejected']:.1%} / {row[name]['capped']:.1%} / {row[name]['ess']:.3f}"
                 for row in (length["corrections"] for length in sigma["lengths"])
             ]
-            for name in CORRECTIONS
+            for name in PRESETS
         ]
-        title = f"sigma {sigma['sigma']:g}, widening {sigma['widening']:.2f}: rejected / capped / effective sample size"
+        title = f"sigma {sigma['sigma']:g}: rejected / capped / effective sample size"
         parts += [title, report.markdown(["correction", *(f"{length} tokens" for length in lengths)], cells)]
     return "\n\n".join(parts)
 
@@ -145,7 +142,7 @@ def measured(args: argparse.Namespace, folder: Path, device: torch.device) -> It
     prompts = next(iter(data.train_dataloader())).prompts
     sampling = SamplingConfig(max_tokens=max(args.lengths))
     settings = CollectorConfig(as_rewards([zero]), args.group_size, sampling, mismatch_bound=args.mismatch_bound)
-    objective = GRPO(correction=CORRECTIONS[WIDENED])
+    objective = GRPO()
     for sigma in args.sigmas:
         collector = Collector(settings, engine, AutoTokenizer.from_pretrained(base), objective, seed=0)
         experience = collector.collect(prompts, policy.weights(0, NormNoise(sigma, 0, 0)), policy).to(device)
@@ -153,11 +150,10 @@ def measured(args: argparse.Namespace, folder: Path, device: torch.device) -> It
         lengths = []
         for length in args.lengths:
             mask = first_tokens(experience.mask, length)
-            widening = experience.noise_widening
-            each = {name: corrected(one, old, sampler, mask, widening) for name, one in CORRECTIONS.items()}
+            each = {name: corrected(one, old, sampler, mask) for name, one in PRESETS.items()}
             lengths.append({"length": length, **ratios(old - sampler, mask), "corrections": each})
         tokens = statistics.fmean(record.tokens for record in experience.records)
-        yield {"sigma": sigma, "widening": experience.noise_widening, "tokens_mean": tokens, "lengths": lengths}
+        yield {"sigma": sigma, "tokens_mean": tokens, "lengths": lengths}
     engine.close()
 
 

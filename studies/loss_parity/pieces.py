@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 import torch
-from qerl_pl.algorithm.entropy import EntropyState, top_entropy_threshold
 from torch import Tensor
 
 from qerl_pl.algorithm import (
@@ -19,7 +18,6 @@ from qerl_pl.algorithm import (
     GRPO,
     GSPO,
     SAPO,
-    AdaptiveEntropy,
     DrGRPO,
     Objective,
     OnPolicyDistillation,
@@ -120,9 +118,7 @@ def loss_of(objective: Objective, sampler_is_old: bool = False) -> Callable[[Bat
 
     def compute(batch: Batch) -> Results:
         logprobs, entropy = (tensor.clone().requires_grad_() for tensor in (batch.logprobs, batch.entropy))
-        mask, surrogate_mask = batch.mask, None
-        if objective.top_entropy_quantile < 1:
-            surrogate_mask = batch.entropy >= top_entropy_threshold(batch.entropy[mask], objective.top_entropy_quantile)
+        mask = batch.mask
         outputs = objective.loss(
             LossInputs(
                 logprobs=logprobs,
@@ -134,7 +130,6 @@ def loss_of(objective: Objective, sampler_is_old: bool = False) -> Callable[[Bat
                 ref_logprobs=batch.reference,
                 entropy=entropy if objective.needs_entropy else None,
                 teacher_logprobs=batch.teacher,
-                surrogate_mask=surrogate_mask,
             )
         )
         outputs.loss.backward()
@@ -193,24 +188,6 @@ def mismatch(batch: Batch) -> Results:
     return {name: torch.tensor([metrics[f"mismatch/{name}"]], dtype=torch.float64) for name in ("k3", "chi2", "ess")}
 
 
-ENTROPIES = (0.4, 0.2, 0.1, 0.5, 0.6, 0.1, 0.1)
-CONTROL = AdaptiveEntropy(target=0.3, step=0.01, minimum=0.005, maximum=0.03)
-START = 0.02
-
-
-def controlled(first: bool) -> Callable[[Batch], Results]:
-    """Coefficient of the entropy bonus that each of a run's rollouts has applied, of the first or of the others."""
-
-    def compute(batch: Batch) -> Results:
-        state, applied = EntropyState(START), []
-        for entropy in ENTROPIES:
-            applied.append(state.applied(CONTROL))
-            state = state.after(CONTROL, entropy)
-        return {"coefficient": torch.tensor(applied[:1] if first else applied[1:], dtype=torch.float64)}
-
-    return compute
-
-
 dppo = loss_of(DPPO(correction=OFF, epsilon_low=0.1, epsilon_high=0.1), sampler_is_old=True)
 
 OURS: dict[str, Callable[[Batch], Results]] = {
@@ -238,15 +215,8 @@ OURS: dict[str, Callable[[Batch], Results]] = {
     "CISPO, both bounds": loss_of(CISPO(correction=OFF, epsilon_low=0.3, epsilon_high=0.5)),
     "DPPO, Binary-TV": dppo,
     "DPPO, Binary-TV, gradient": lambda batch: {"gradient": dppo(batch)["gradient"]},
-    "top-entropy mask, a quarter of 36 tokens": loss_of(GRPO(beta=0.04, correction=OFF, top_entropy_quantile=0.25)),
-    "top-entropy mask, a fifth of 36 tokens": loss_of(GRPO(beta=0.04, correction=OFF, top_entropy_quantile=0.2)),
     "entropy bonus of a token mean": loss_of(BNPO(correction=OFF, entropy_coefficient=0.01)),
     "entropy bonus of a mean over completions": loss_of(GRPO(correction=OFF, beta=0, entropy_coefficient=0.01)),
-    "entropy bonus with top-entropy mask": loss_of(
-        BNPO(correction=OFF, entropy_coefficient=0.01, top_entropy_quantile=0.25)
-    ),
-    "adaptive entropy, first rollout": controlled(first=True),
-    "adaptive entropy, other rollouts": controlled(first=False),
     **{
         f"loss with {name}": loss_of(GRPO(beta=0.04, correction=correction)) for name, correction in CORRECTIONS.items()
     },

@@ -14,7 +14,7 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.rloo_trainer import RLOOTrainer
 
-from studies.loss_parity.pieces import CONTROL, ENTROPIES, GROUP, MAX_TOKENS, START, WEIGHTS, Batch, Peer, Results
+from studies.loss_parity.pieces import ENTROPIES, GROUP, MAX_TOKENS, WEIGHTS, Batch, Peer, Results
 
 END, PAD = 2, 0
 
@@ -131,20 +131,6 @@ def trl_advantages(
     return call
 
 
-def trl_coefficients(first: bool) -> Callable[[Batch], Results]:
-    """Coefficients of the entropy bonus of a run."""
-
-    def call(batch: Batch) -> Results:
-        control = {"entropy_target": CONTROL.target, "entropy_coef_delta": CONTROL.step}
-        control |= {"entropy_coef_min": CONTROL.minimum, "entropy_coef_max": CONTROL.maximum}
-        settings = {"use_adaptive_entropy": True, "entropy_coef": START, "loss_type": "bnpo"} | control
-        with float64():
-            coefficients = torch.stack(GRPO(batch, batch.rewards[:, :1], [1.0], **settings).coefficients())
-        return {"coefficient": coefficients[:1] if first else coefficients[1:]}
-
-    return call
-
-
 def trl_weights(mode: str, low: float | None, high: float) -> Callable[[Batch], Results]:
     """TRL's importance weights; it marks what it rejects by 0."""
 
@@ -211,15 +197,6 @@ TRL = [
     ),
     Peer("SAPO", "TRL", LOSS, trl_loss(loss_type="sapo")),
     Peer("CISPO", "TRL", LOSS, trl_loss(loss_type="cispo", epsilon_high=1.5)),
-    Peer("top-entropy mask, a quarter of 36 tokens", "TRL", LOSS, trl_loss(**KL, top_entropy_quantile=0.25)),
-    Peer(
-        "top-entropy mask, a fifth of 36 tokens",
-        "TRL",
-        LOSS,
-        trl_loss(**KL, top_entropy_quantile=0.2),
-        "TRL interpolates a quantile of the entropies, which keeps 8 of these 36 tokens; here the number of tokens is "
-        "rounded, 7.2 to 7.",
-    ),
     Peer("entropy bonus of a token mean", "TRL", LOSS, trl_loss(loss_type="bnpo", **BONUS)),
     Peer(
         "entropy bonus of a mean over completions",
@@ -227,21 +204,6 @@ TRL = [
         LOSS,
         trl_loss(**PLAIN, **BONUS),
         "TRL's bonus is the mean over tokens with every loss type; here it is aggregated as the loss is.",
-    ),
-    Peer(
-        "entropy bonus with top-entropy mask",
-        "TRL",
-        LOSS,
-        trl_loss(loss_type="bnpo", top_entropy_quantile=0.25, **BONUS),
-        "TRL's bonus acts on the tokens of the mask alone; here on all, as the KL penalty does in both.",
-    ),
-    Peer("adaptive entropy, other rollouts", "TRL", LOSS, trl_coefficients(first=False)),
-    Peer(
-        "adaptive entropy, first rollout",
-        "TRL",
-        LOSS,
-        trl_coefficients(first=True),
-        "TRL applies no bonus before it has measured an entropy; here the first rollout has the initial coefficient.",
     ),
     *(Peer(name, "TRL", SCORE, trl_weights(*mode)) for name, mode in MODES.items()),
     *(Peer(f"loss with {name}", "TRL", LOSS, trl_loss(**KL, **truncated(*mode))) for name, mode in MODES.items()),
