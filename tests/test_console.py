@@ -17,7 +17,6 @@ from qerl_pl.cli.configs import check_config
 from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
-from qerl_pl.cli.quantize import quantize
 from qerl_pl.errors import UserError
 from qerl_pl.import_path import load_named
 from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, verify
