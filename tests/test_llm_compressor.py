@@ -33,7 +33,7 @@ def test_logprobs_are_those_of_compressed_tensors(name: str) -> None:
     folder = WRITTEN / name
     quantization, _, method = name.partition("-")
     assert format_of(folder).name == quantization
-    config = PolicyConfig(str(folder), quantization, lora=LoraConfig(rank=1, alpha=1.0), dtype="float32")
+    config = PolicyConfig(str(folder), quantization=quantization, lora=LoraConfig(rank=1, alpha=1.0), dtype="float32")
     policy = Policy(folder, config, torch.device("cpu"), seed=0).eval()
     tokens = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
     mask = torch.ones_like(tokens, dtype=torch.bool)
