@@ -305,6 +305,7 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
 def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     specs: list[EngineSpec] = []
     engine: Any = SimpleNamespace(launch=specs.append, shared_weights=lambda: None, memory_gib=dict)
+    (tmp_path / "config.json").write_text("{}")
     callback, module, ranks = rollout_of(engine), module_of(Path("nowhere")), Communicator(1, 3)
     module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
     monkeypatch.setattr("qerl_pl.callbacks.rollout.communicator_of", lambda trainer: ranks)
@@ -316,6 +317,7 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
 
 def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Path) -> None:
     specs: list[EngineSpec] = []
+    (tmp_path / "config.json").write_text("{}")
     for finetune in ("lora", "full"):
         engine: Any = SimpleNamespace(launch=specs.append, shared_weights=lambda: None, memory_gib=dict)
         callback = rollout_of(engine)

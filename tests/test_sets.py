@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cli_helpers import built
 from fit_helpers import Vowels, train
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from short_run import module_of, rollout_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
@@ -225,6 +227,8 @@ def test_a_misspelt_metric_is_refused_after_the_first_step_or_the_validation_bef
 def test_a_misspelt_metric_is_refused_in_supervised_fine_tuning(monitor: str, tiny_policy_dir: Path) -> None:
     module = SFTModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
     trainer: Any = SimpleNamespace(precision="32-true", max_epochs=1, max_steps=-1, lightning_module=module)
+    trainer.num_devices = trainer.num_nodes = 1
+    trainer.strategy, trainer.barebones, trainer.ckpt_path = SingleDeviceStrategy(torch.device("cpu")), False, None
     trainer.datamodule = ConversationDataModule([{"prompt": "1", "completion": "2"}], max_length=8)
     for name in (monitor, "val/loss", "optim/loss"):
         trainer.callbacks = [ModelCheckpoint(monitor=name)]
@@ -317,7 +321,7 @@ def test_named_tables_are_tested_on_without_a_training_set(tiny_policy_dir: Path
     ]
     assert rows == [("Sums-1-0", "1 + 1", "1002"), ("Sums-1-1", "1 + 2", "3"), ("words-0", "Who?", "\\text{I}")]
     assert [len(list(loader)) for loader in data.val_dataloader()] == [1, 1]
-    with pytest.raises(UserError, match="PromptDataModule has no such method"):
+    with pytest.raises(UserError, match="PromptDataModule has only sets to evaluate on"):
         PromptDataModule(tokenizer=str(tiny_policy_dir), sets=found).setup("fit")
 
 
