@@ -18,10 +18,11 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
-from qerl_pl.persistence import atomic_files, checkpoint_io
 from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
+from qerl_pl.runtime import checkpoint_io
+from qerl_pl.runtime import files as atomic_files
 from qerl_pl.runtime.checkpoint_io import (
     AtomicCheckpointIO,
     DamagedCheckpoint,
