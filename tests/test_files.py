@@ -22,7 +22,6 @@ from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime import checkpoint_io
-from qerl_pl.runtime import files as atomic_files
 from qerl_pl.runtime.checkpoint_io import (
     AtomicCheckpointIO,
     DamagedCheckpoint,
@@ -338,13 +337,8 @@ def test_building_yields_to_a_folder_that_appeared_meanwhile(tmp_path: Path) -> 
     assert [p.name for p in target.iterdir()] == ["theirs"] and list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("can_swap", [True, False])
 @pytest.mark.parametrize("names", ["a folder", "nothing"])
-def test_a_link_is_replaced_and_the_folder_that_it_names_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, can_swap: bool
-) -> None:
-    if not can_swap:
-        monkeypatch.setattr(atomic_files, "_swap", lambda first, second: False)  # as on macOS and NFS
+def test_a_link_is_replaced_and_the_folder_that_it_names_stays(tmp_path: Path, names: str) -> None:
     other, target = tmp_path / "other", tmp_path / "run" / "adapter"
     target.parent.mkdir()
     target.symlink_to("../other")
@@ -391,13 +385,50 @@ def test_identity_reads_small_files_completely_and_of_large_ones_evenly_spaced_b
         assert (folder_identity(tmp_path) != before) == (byte in read)
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+def test_the_old_folder_of_a_process_killed_between_two_renames_is_given_back(
+    tmp_path: Path, is_link: bool, replace: bool
+) -> None:
+    target, old = tmp_path / "adapter", tmp_path / ".adapter.replaced"
+    if is_link:
+        old.symlink_to("nowhere")
+    else:
+        old.mkdir()
+        (old / "old").touch()
+    with pytest.raises(RuntimeError), atomic_directory(target, replace):
+        assert target.is_symlink() == is_link and target.is_dir() != is_link
+        raise RuntimeError
+    assert [*tmp_path.iterdir()] == [target]
+    old.mkdir()  # killed after the second rename
+    with pytest.raises(RuntimeError), atomic_directory(target, replace):
+        raise RuntimeError
+    assert [*tmp_path.iterdir()] == [target]
+
+
+def test_what_others_may_be_building_stays_where_no_folder_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / ".model.unfinished-theirs"
+    theirs.mkdir()
+
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with build_once(tmp_path / "model") as missing, atomic_directory(tmp_path / "model") as folder:
+        (folder / "mine").touch()
+    assert missing and {path.name for path in tmp_path.iterdir()} == {"model", theirs.name}
+
+
 def make_slowly(target: Path, made: Path) -> None:
     with build_once(target) as missing:
         if missing:
             time.sleep(0.3)
             with made.open("a") as file:
                 file.write("x")
-            target.mkdir(parents=True)
+            with atomic_directory(target) as folder:
+                (folder / "made").touch()
 
 
 def test_a_folder_is_made_by_one_process_while_the_others_wait(tmp_path: Path) -> None:
@@ -411,3 +442,4 @@ def test_a_folder_is_made_by_one_process_while_the_others_wait(tmp_path: Path) -
         process.join(timeout=60)
     assert made.read_text() == "x"
     assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert [*target.parent.iterdir()] == [target]
