@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import io
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
+from test_killed import exit_status, fork
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime import checkpoint_io
@@ -434,13 +435,6 @@ def make_slowly(target: Path, made: Path) -> None:
 
 def test_a_folder_is_made_by_one_process_while_the_others_wait(tmp_path: Path) -> None:
     target, made = tmp_path / "cache" / "model", tmp_path / "made"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])
-    processes = [context.Process(target=make_slowly, args=(target, made)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-    assert made.read_text() == "x"
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert [*target.parent.iterdir()] == [target]
+    children = [fork(partial(make_slowly, target, made)) for _ in range(3)]
+    assert [exit_status(child) for child in children] == [0, 0, 0]
+    assert made.read_text() == "x" and [*target.parent.iterdir()] == [target]

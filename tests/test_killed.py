@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fit_helpers import command, configuration, fit, processes
+from fit_helpers import command, configuration, fit
 
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
@@ -27,8 +27,8 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_a_fork(work: Callable[[], object]) -> int:
-    """Exit status of `work` in a copy of this process, negative for a signal."""
+def fork(work: Callable[[], object]) -> int:
+    """Number of a copy of this process that does `work`."""
     child = os.fork()
     if child == 0:
         try:
@@ -36,7 +36,17 @@ def in_a_fork(work: Callable[[], object]) -> int:
             os._exit(0)
         finally:
             os._exit(1)
+    return child
+
+
+def exit_status(child: int) -> int:
+    """Exit status of a process when it ends, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Exit status of `work` in a copy of this process, negative for a signal."""
+    return exit_status(fork(work))
 
 
 def fill(folder: Path, content: str) -> None:
@@ -107,31 +117,29 @@ def test_a_checkpoint_that_is_set_aside_is_whole_in_one_place_or_the_other(tmp_p
     assert found == folder / "abandoned" / "step=6.ckpt" and moment > 5
 
 
-def build_slowly(target: Path, content: str, begun: Any, go_on: Any) -> None:
-    begun.set()
-    with atomic_directory(target) as folder:
-        fill(folder, content)
-        go_on.wait(timeout=60)
+def build_slowly(folder: Path, content: str) -> None:
+    (folder / f"begun-{content}").touch()
+    with atomic_directory(folder / "model") as unfinished:
+        fill(unfinished, content)
+        wait_for(folder, "go-on")
+
+
+def wait_for(folder: Path, pattern: str) -> None:
+    while not [*folder.glob(pattern)]:
+        time.sleep(0.01)
 
 
 def test_the_unfinished_folder_of_a_living_process_stays_and_another_waits_for_its_end(tmp_path: Path) -> None:
-    context, started = processes(), []
-    go_on = context.Event()
-    for content in ("first", "second"):
-        begun = context.Event()
-        started.append(context.Process(target=build_slowly, args=(tmp_path / "model", content, begun, go_on)))
-        started[-1].start()
-        assert begun.wait(timeout=60)
-        while not [*tmp_path.glob("*/weights")]:
-            time.sleep(0.01)
-    assert {path.name for path in tmp_path.iterdir()} > {".model.lock"}
+    first = fork(partial(build_slowly, tmp_path, "first"))
+    wait_for(tmp_path, "*/weights")
+    second = fork(partial(build_slowly, tmp_path, "second"))
+    wait_for(tmp_path, "begun-second")
     (unfinished,) = tmp_path.glob(".model.unfinished-*")
-    assert content_of(unfinished) == {"first"}
-    go_on.set()
-    for process in started:
-        process.join(timeout=60)
-    assert [process.exitcode for process in started] == [0, 0]
-    assert [*tmp_path.iterdir()] == [tmp_path / "model"] and content_of(tmp_path / "model") == {"first"}
+    assert content_of(unfinished) == {"first"} and (tmp_path / ".model.lock").exists()
+    (tmp_path / "go-on").touch()
+    assert [exit_status(child) for child in (first, second)] == [0, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {"begun-first", "begun-second", "go-on", "model"}
+    assert content_of(tmp_path / "model") == {"first"}
 
 
 def die_when_all_weights_are_written() -> None:

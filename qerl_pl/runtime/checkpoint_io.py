@@ -77,27 +77,13 @@ class AtomicCheckpointIO(CheckpointIO):
             UserError: Another program wrote it, or Lightning in the middle of a step.
         """
         refuse_mid_step(path)
-        return _load_own(Path(path), "cpu")
+        verify(Path(path))
+        return load_saved(Path(path))
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Delete a checkpoint and its digest."""
         Path(path).unlink(missing_ok=True)
         digest_path(Path(path)).unlink(missing_ok=True)
-
-
-def _load_own(path: Path, device: str) -> dict[str, Any]:
-    """A valid checkpoint of this trainer; on the meta device without reading its tensors."""
-    verify(path)
-    with path.open("rb") as file:
-        return _own(_load(file, path, device), path)
-
-
-def _own(checkpoint: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
-        raise UserError(
-            f"a checkpoint must be written by this trainer; {path} was written by another program; name another"
-        )
-    return checkpoint
 
 
 def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
@@ -227,20 +213,29 @@ def saved_checkpoint(run_dir: Path) -> Path | None:
     paths = sorted(
         (path for pattern in patterns for path in run_dir.glob(pattern)), key=lambda path: path.stat().st_mtime
     )
-    return max(paths, key=lambda path: int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"]), default=None)
+    return max(paths, key=finished_rollouts, default=None)
 
 
 def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
     """Load a checkpoint, also of Lightning's own trainer, which writes no digest to compare.
+
+    Args:
+        path: The file.
+        device: Of its tensors; on the meta device they are not read.
 
     Raises:
         DamagedCheckpoint: It is absent or cannot be read, or its digest differs.
         UserError: It is another program's.
     """
     if digest_path(path).exists() or not path.is_file():
-        return _load_own(path, device)
+        verify(path)
     with path.open("rb") as file:
-        return _own(_load(file, path, device), path)
+        checkpoint = _load(file, path, device)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
+        raise UserError(
+            f"a checkpoint must be written by this trainer; {path} was written by another program; name another"
+        )
+    return checkpoint
 
 
 def finished_rollouts(path: Path) -> int:
@@ -249,7 +244,7 @@ def finished_rollouts(path: Path) -> int:
     Raises:
         UserError: It cannot be read, or another program wrote it.
     """
-    return int(_load_own(path, "meta")[CHECKPOINT_KEY]["policy_version"])
+    return int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"])
 
 
 KEPT = {

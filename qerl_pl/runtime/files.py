@@ -34,19 +34,19 @@ def cache_root() -> Path:
 def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `target` that is renamed to it when the block ends without an exception.
 
-    One process at a time builds a target; it first removes what killed processes left.
+    One process at a time builds a target; it first removes what killed processes left. A kill between the two renames
+    of a replacement leaves the old folder under a hidden name, which the next process gives back.
 
     Args:
         target: The folder to create.
-        replace: Whether an existing folder is replaced, or a symbolic link to one, whose folder stays as it is. A kill
-            between two renames leaves the old folder under a hidden name, which the next process gives back.
+        replace: Whether an existing folder is replaced, or a symbolic link to one, whose folder stays as it is.
             Otherwise it stays, as another process has created it meanwhile, and the temporary folder is removed.
 
     Raises:
         UserError: The folder cannot be created, or the disk is full.
     """
     with _building(target):
-        folder = Path(tempfile.mkdtemp(prefix=_unfinished(target), dir=target.parent))
+        folder = Path(tempfile.mkdtemp(prefix=_hidden(target, "unfinished-").name, dir=target.parent))
         try:
             with explain_full_disk(target):
                 yield folder
@@ -81,7 +81,7 @@ def build_once(target: Path) -> Iterator[bool]:
 @contextmanager
 def _building(target: Path) -> Iterator[None]:
     """Lock a folder's name, where the file system has locks, and remove what killed processes left of the folder."""
-    file = target.with_name(f".{target.name}.lock")
+    file = _hidden(target, "lock")
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -140,19 +140,15 @@ def locked(folder: Path) -> Iterator[None]:
                 lock.unlink()
 
 
-def _unfinished(target: Path) -> str:
-    return f".{target.name}.unfinished-"
-
-
-def _replaced(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+def _hidden(target: Path, end: str) -> Path:
+    return target.with_name(f".{target.name}.{end}")
 
 
 def _remove_leftovers(target: Path) -> None:
-    old = _replaced(target)
+    old = _hidden(target, "replaced")
     if os.path.lexists(old) and not os.path.lexists(target):  # killed between the two renames of `_rename`
         old.rename(target)
-    for path in [old, *target.parent.glob(f"{glob.escape(_unfinished(target))}*")]:
+    for path in [old, *target.parent.glob(f"{glob.escape(_hidden(target, 'unfinished-').name)}*")]:
         _remove(path)
 
 
@@ -171,9 +167,9 @@ def _rename(folder: Path, target: Path, replace: bool) -> None:
         if not target.is_symlink() and not target.is_dir():
             raise
         if replace or not target.is_dir():
-            target.rename(_replaced(target))
+            old = target.rename(_hidden(target, "replaced"))
             folder.rename(target)
-            _remove(_replaced(target))
+            _remove(old)
 
 
 def _sync(path: Path) -> None:
@@ -223,7 +219,10 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if not any(map(is_full_disk, _contexts(error))):
+        cause: BaseException | None = error
+        while cause is not None and not is_full_disk(cause):
+            cause = cause.__context__  # PyTorch raises another error when it closes an incomplete archive
+        if cause is None:
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
@@ -237,14 +236,6 @@ def is_full_disk(error: BaseException) -> bool:
     if isinstance(error, SafetensorError):
         return any(f"(os error {number})" in str(error) for number in FULL_DISK)
     return isinstance(error, OSError) and error.errno in FULL_DISK
-
-
-def _contexts(error: BaseException) -> Iterator[BaseException]:
-    """The error and its chain of contexts: PyTorch raises another when it closes an incomplete archive."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__context__
 
 
 def folder_identity(folder: Path) -> str:
