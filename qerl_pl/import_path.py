@@ -34,18 +34,6 @@ def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
     raise UserError(f"{rule}; got {name!r}; {remedy}")
 
 
-def named_file(name: str) -> Path | None:
-    """Source file of a name as `load_named` takes it, without importing its module; None if there is none."""
-    module, colon, _ = name.rpartition(":")
-    if module.endswith(".py"):
-        return Path(module).expanduser()
-    try:
-        spec = importlib.util.find_spec(module if colon else name.rpartition(".")[0])
-    except (ImportError, ValueError):  # a class within a class; a name without a module
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
-
-
 def _load_file(path: Path, kind: str) -> Any:
     """The module of a file, imported once."""
     file, plain = path.absolute(), f"qerl_{kind}_{path.stem}"

@@ -1,6 +1,5 @@
 """`qerl test` over named sets: the report, its samples, and going on after a kill."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -22,8 +21,8 @@ from shared_data import DATA, needs_data
 from short_run import data, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.callbacks import EvaluationReport, RolloutCallback
-from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings, engine_settings, environment_settings
+from qerl_pl.callbacks import EvaluationReport
+from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings, engine_settings
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
@@ -179,11 +178,16 @@ def test_a_rewards_settings_are_in_the_digest_of_its_samples() -> None:
         def __init__(self, **settings: Any) -> None:
             vars(self).update(settings)
 
-    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    mine = {"class": f"{__name__}.{Mine.__qualname__}", "source": source}
-    assert _reward_settings(Mine(words={"a": 1}, signs=["+", None])) == mine | {"words": {"a": 1}, "signs": ["+", None]}
-    for not_json in ([re.compile("x")], {"a": re.compile("x")}, {1: 2}):
-        assert _reward_settings(Mine(patterns=not_json)) == mine
+    mine = {"class": f"{__name__}.{Mine.__qualname__}"}
+    for settings, found in (
+        ({"words": {"a": 1}, "signs": ["+", None]}, {"words": {"a": 1}, "signs": ["+", None]}),
+        ({"_state": 3}, {}),
+        ({"pattern": re.compile("x")}, {"pattern": "re.Pattern"}),
+        ({"patterns": [re.compile("x")]}, {"patterns": ["re.Pattern"]}),
+        ({"by": {1: 2, (3,): 4}}, {"by": {"1": 2}}),
+        ({"function": len, "kind": Path}, {"function": "builtins.len", "kind": f"{Path.__module__}.Path"}),
+    ):
+        assert _reward_settings(Mine(**settings)) == mine | found
     limits = ((3, 12), (4, 12), (3, 13))
     found = [_reward_settings(MathAnswer(time_limit_s=one, batch_limit_s=all_together)) for one, all_together in limits]
     assert len({json.dumps(settings) for settings in found}) == 3
@@ -196,41 +200,14 @@ def test_samples_of_another_rounding_of_keys_and_values_are_not_reused() -> None
     assert engine_settings(TransformersEngine()) == {"engine": "TransformersEngine"}
 
 
-def test_samples_graded_by_another_function_or_its_earlier_code_are_not_reused(tmp_path: Path) -> None:
+def test_samples_graded_by_another_function_are_not_reused(tmp_path: Path) -> None:
     file = tmp_path / "grading.py"
     file.write_text("".join(f"def {name}(completions):\n    return [1.0]\n" for name in ("exact", "loose")))
     (exact,), (loose,) = (as_rewards({"accuracy": f"{file}:{name}"}) for name in ("exact", "loose"))
-    digests = [json.dumps(_reward_settings(reward)) for reward in (exact, loose)]
-    file.write_text(file.read_text().replace("1.0", "0.5"))
-    assert len({*digests, json.dumps(_reward_settings(loose))}) == 3
-    bound = RewardFunction(partial(len, ()), name="bound")  # of code without a file the name alone
-    assert _reward_settings(bound)["function"] == "builtins.len" and "source" not in _reward_settings(bound)
-    assert "source" not in _reward_settings(MathAnswer())
-
-
-def test_dialogues_with_an_earlier_version_of_a_file_that_the_environment_reads_are_not_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path))
-    corpus, tasks = tmp_path / "corpus.txt", tmp_path / "tasks_of_mine.py"
-    corpus.write_text("one")
-    tasks.write_text("class T: ...\n")
-
-    def settings(**init_args: Any) -> dict[str, Any]:
-        environment = {"class_path": "qerl_pl.environments.Search", "init_args": init_args}
-        rollout = RolloutCallback([], TransformersEngine(), 2, SamplingConfig(), environment=environment)
-        return environment_settings(rollout)["environment"]
-
-    named = [(str(corpus), corpus), (f"{tasks}:T", tasks), ("tasks_of_mine:T", tasks), ("tasks_of_mine.T", tasks)]
-    for name, file in named:
-        for init_args in ({"corpus": name, "k": 3}, {"tasks": [{"one": name}]}):
-            earlier = settings(**init_args)
-            assert settings(**init_args) == earlier
-            file.write_text(file.read_text() + "\n")
-            assert settings(**init_args) != earlier and list(earlier["files"]) == [name]
-    own = str(CONFIG.parents[1] / "qerl_pl" / "types.py")  # this package's
-    others = ["plain", "missing.txt", "missing.py:T", "~nobody-here", "a\0b", "long " * 2000, "http://host:80", "", own]
-    assert "files" not in settings(texts=others, folder=str(tmp_path), number=3)
+    found = [_reward_settings(reward)["function"] for reward in (exact, loose)]
+    assert found == ["qerl_reward_grading.exact", "qerl_reward_grading.loose"]
+    bound = RewardFunction(partial(len, ()), name="bound")
+    assert _reward_settings(bound)["function"] == "builtins.len"
 
 
 def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:
@@ -244,7 +221,11 @@ def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:
 
 
 def test_a_killed_evaluation_goes_on(
-    tiny_policy_dir: Path, tmp_path: Path, sets: str, monkeypatch: pytest.MonkeyPatch
+    tiny_policy_dir: Path,
+    tmp_path: Path,
+    sets: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     uninterrupted = evaluate(tiny_policy_dir, tmp_path / "whole", sets)
     asked: list[int] = []
@@ -263,7 +244,9 @@ def test_a_killed_evaluation_goes_on(
         run_on_cpu(tiny_policy_dir, tmp_path / "again", sets)
     assert len(lines(tmp_path / "again")) == 7 and not (tmp_path / "again" / "evaluation.json").exists()
     asked[:] = [0, 0, 0]
+    caplog.set_level("INFO", "qerl_pl.callbacks.evaluation")
     assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == uninterrupted
+    assert f"7 samples of {tmp_path / 'again' / uninterrupted['samples']} are used again" in caplog.text
     assert asked[3:] == [2, 2, 4]  # of 15, seven were there
     by_name = [sorted(map(str, lines(tmp_path / run))) for run in ("whole", "again")]
     assert by_name[0] == by_name[1]

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import hashlib
 import io
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,16 +11,18 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 import torch
-from qerl_pl.persistence import atomic_files, checkpoint_io
 from safetensors import SafetensorError
+from test_killed import exit_status, fork
 
 from qerl_pl.errors import UserError
+from qerl_pl.runtime import checkpoint_io
 from qerl_pl.runtime.checkpoint_io import (
     AtomicCheckpointIO,
     DamagedCheckpoint,
@@ -75,6 +76,21 @@ def test_a_disk_that_cannot_read_the_newest_and_a_digest_that_is_no_text_cost_an
     digest_path(paths[9]).write_bytes(b"\xff\xfe" * 32)
     assert newest_checkpoint(tmp_path) == paths[2]
     assert "step=30.ckpt cannot be read ([Errno 5]" in caplog.text and "step=9.ckpt has digest" in caplog.text
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 3)
+
+    def denied(self: Path, mode: str = "r") -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", denied)
+        with pytest.raises(PermissionError, match="step=3.ckpt"):
+            newest_checkpoint(tmp_path)
+    assert newest_checkpoint(tmp_path) == path
 
 
 def test_checkpoints_that_are_all_damaged_are_not_taken_for_none(tmp_path: Path) -> None:
@@ -140,8 +156,8 @@ def test_the_proof_of_a_checkpoint_and_how_far_it_is_are_read_without_its_tensor
 def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, hashed = hashlib.file_digest, []
     monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
-    monkeypatch.setattr(checkpoint_io, "SETTLED_S", -10.0)  # not to wait for so long
     path, other = save(tmp_path, 3, 1.0), save(tmp_path, 6, 2.0)
+    hashed.clear()
     assert newest_checkpoint(tmp_path) == other and len(hashed) == 1
     assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 2.0 and len(hashed) == 1
     assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.0 and len(hashed) == 2
@@ -154,29 +170,6 @@ def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, mon
     digest_path(other).write_text("a" * 64)  # the digest that it must have is not remembered
     with pytest.raises(DamagedCheckpoint, match="not aaaaaaaaaaaa; use another"):
         AtomicCheckpointIO().load_checkpoint(other)
-
-
-def test_a_digest_is_remembered_once_the_clock_tells_another_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, now, hashed = hashlib.file_digest, time.time, []
-    path = save(tmp_path, 3)
-    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
-    for later, count in ((0, 1), (4, 2), (6, 3), (6, 3), (0, 3)):
-        monkeypatch.setattr(checkpoint_io.time, "time", lambda later=later: now() + later)
-        checkpoint_io.verify(path)
-        assert len(hashed) == count
-
-
-def test_a_checkpoint_that_has_just_been_written_is_hashed_again(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)
-    before, data = path.stat(), bytearray(path.read_bytes())
-    checkpoint_io.verify(path)
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)  # within a tick of the file system's clock, it may be
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(DamagedCheckpoint, match="must be undamaged"):
-        checkpoint_io.verify(path)
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
@@ -236,16 +229,25 @@ def test_a_runs_end_comes_after_the_step_that_it_ends_with(tmp_path: Path) -> No
     assert found == {"step=3.ckpt": (3, False), "step=12.ckpt": (12, False), "step=12.end.ckpt": (12, True)}
 
 
-def test_a_checkpoint_fits_its_own_base_and_scaling_alone() -> None:
-    state = {"base": "abc", "scaling": 2.0}
-    check_fits(state, "abc", "lora", 2.0)
-    with pytest.raises(UserError, match="it has abc and the policy has abd;"):
-        check_fits(state, "abd", "lora", 2.0)
-    with pytest.raises(UserError, match="the checkpoint has 2 and the policy 0.5;"):
-        check_fits(state, "abc", "lora", 0.5)
-    with pytest.raises(UserError, match="got lora, and the policy trains full; set model.policy.finetune"):
-        check_fits(state, "abc", "full", 1.0)
-    check_fits(state | {"finetune": "full", "scaling": 1.0}, "abc", "full", 1.0)
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        ({"base": "abd"}, "it has abc and the policy has abd; set model.policy as in that run, or"),
+        ({"scaling": 0.5}, "the checkpoint has 2 and the policy 0.5; set model.policy.lora as"),
+        ({"finetune": "full"}, "got lora, and the policy trains full; set model.policy.finetune as"),
+        ({"start": "1234567890abc"}, "is None in the checkpoint and 1234567890ab of model.policy.adapter; set that"),
+        ({"teacher": "def"}, "the checkpoint has abc and model.teacher is def; set model.teacher as"),
+        ({"scaling": 2.0, "base": "abd"}, "it has abc and the policy has abd;"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_fits_what_its_run_keeps_alone(own: dict[str, Any], message: str) -> None:
+    state = {"base": "abc", "scaling": 2.0, "teacher": "abc"}
+    check_fits(state, base="abc", finetune="lora", scaling=2.0, start=None, teacher="abc")
+    check_fits(state | own, **own)
+    check_fits({}, teacher="abc")
+    with pytest.raises(UserError, match=f"{message}.* start another run$"):
+        check_fits(state, **own)
 
 
 def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +279,7 @@ def test_a_disk_that_fills_up_within_a_checkpoint_is_named(tmp_path: Path) -> No
         pytest.raises(UserError, match=r"free disk space; .*step=1.*--resume auto"),
         explain_full_disk(path),
     ):
-        torch.save({"state": torch.zeros(10**5)}, checkpoint_io._HashingWriter(NearlyFull()))
+        torch.save({"state": torch.zeros(10**5)}, NearlyFull())
     with pytest.raises(RuntimeError, match="another"), explain_full_disk(path):
         raise RuntimeError("another")
 
@@ -337,13 +339,8 @@ def test_building_yields_to_a_folder_that_appeared_meanwhile(tmp_path: Path) -> 
     assert [p.name for p in target.iterdir()] == ["theirs"] and list(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize("can_swap", [True, False])
 @pytest.mark.parametrize("names", ["a folder", "nothing"])
-def test_a_link_is_replaced_and_the_folder_that_it_names_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, can_swap: bool
-) -> None:
-    if not can_swap:
-        monkeypatch.setattr(atomic_files, "_swap", lambda first, second: False)  # as on macOS and NFS
+def test_a_link_is_replaced_and_the_folder_that_it_names_stays(tmp_path: Path, names: str) -> None:
     other, target = tmp_path / "other", tmp_path / "run" / "adapter"
     target.parent.mkdir()
     target.symlink_to("../other")
@@ -390,23 +387,54 @@ def test_identity_reads_small_files_completely_and_of_large_ones_evenly_spaced_b
         assert (folder_identity(tmp_path) != before) == (byte in read)
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+@pytest.mark.parametrize("replace", [False, True])
+def test_the_old_folder_of_a_process_killed_between_two_renames_is_given_back(
+    tmp_path: Path, is_link: bool, replace: bool
+) -> None:
+    target, old = tmp_path / "adapter", tmp_path / ".adapter.replaced"
+    if is_link:
+        old.symlink_to("nowhere")
+    else:
+        old.mkdir()
+        (old / "old").touch()
+    with pytest.raises(RuntimeError), atomic_directory(target, replace):
+        assert target.is_symlink() == is_link and target.is_dir() != is_link
+        raise RuntimeError
+    assert [*tmp_path.iterdir()] == [target]
+    old.mkdir()  # killed after the second rename
+    with pytest.raises(RuntimeError), atomic_directory(target, replace):
+        raise RuntimeError
+    assert [*tmp_path.iterdir()] == [target]
+
+
+def test_what_others_may_be_building_stays_where_no_folder_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = tmp_path / ".model.unfinished-theirs"
+    theirs.mkdir()
+
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with build_once(tmp_path / "model") as missing, atomic_directory(tmp_path / "model") as folder:
+        (folder / "mine").touch()
+    assert missing and {path.name for path in tmp_path.iterdir()} == {"model", theirs.name}
+
+
 def make_slowly(target: Path, made: Path) -> None:
     with build_once(target) as missing:
         if missing:
             time.sleep(0.3)
             with made.open("a") as file:
                 file.write("x")
-            target.mkdir(parents=True)
+            with atomic_directory(target) as folder:
+                (folder / "made").touch()
 
 
 def test_a_folder_is_made_by_one_process_while_the_others_wait(tmp_path: Path) -> None:
     target, made = tmp_path / "cache" / "model", tmp_path / "made"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])
-    processes = [context.Process(target=make_slowly, args=(target, made)) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=60)
-    assert made.read_text() == "x"
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    children = [fork(partial(make_slowly, target, made)) for _ in range(3)]
+    assert [exit_status(child) for child in children] == [0, 0, 0]
+    assert made.read_text() == "x" and [*target.parent.iterdir()] == [target]

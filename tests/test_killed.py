@@ -5,17 +5,17 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fit_helpers import command, configuration, fit, processes
+from fit_helpers import command, configuration, fit
 
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
-from qerl_pl.runtime import files as atomic_files
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
 from qerl_pl.runtime.files import atomic_directory
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy
@@ -27,8 +27,8 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def in_a_fork(work: Callable[[], object]) -> int:
-    """Exit status of `work` in a copy of this process, negative for a signal."""
+def fork(work: Callable[[], object]) -> int:
+    """Number of a copy of this process that does `work`."""
     child = os.fork()
     if child == 0:
         try:
@@ -36,7 +36,17 @@ def in_a_fork(work: Callable[[], object]) -> int:
             os._exit(0)
         finally:
             os._exit(1)
+    return child
+
+
+def exit_status(child: int) -> int:
+    """Exit status of a process when it ends, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_a_fork(work: Callable[[], object]) -> int:
+    """Exit status of `work` in a copy of this process, negative for a signal."""
+    return exit_status(fork(work))
 
 
 def fill(folder: Path, content: str) -> None:
@@ -61,23 +71,20 @@ def die_at(moment: int) -> None:
     sys.addaudithook(watch)
 
 
-def replace_and_die(target: Path, moment: int, swaps: bool) -> None:
-    if not swaps:
-        atomic_files._swap = lambda first, second: False  # as macOS and NFS
+def replace_and_die(target: Path, moment: int) -> None:
     die_at(moment)
     with atomic_directory(target, replace=True) as folder:
         fill(folder, "new")
 
 
-@pytest.mark.parametrize("swaps", [True, False])
-def test_a_folder_that_is_replaced_is_the_old_or_the_new_at_every_moment(tmp_path: Path, swaps: bool) -> None:
+def test_a_folder_that_is_replaced_is_the_old_or_the_new_or_given_back_at_every_moment(tmp_path: Path) -> None:
     target, seen = tmp_path / "adapter", []
     for moment in range(200):
         with atomic_directory(target, replace=True) as folder:
             fill(folder, "old")
         assert list(tmp_path.iterdir()) == [target]  # what the last one left is gone
-        status = in_a_fork(partial(replace_and_die, target, moment, swaps))
-        if not swaps and not target.exists():  # between two renames; the next start puts the old one back
+        status = in_a_fork(partial(replace_and_die, target, moment))
+        if not target.exists():  # between two renames; the next start puts the old one back
             with pytest.raises(RuntimeError), atomic_directory(target, replace=True):
                 raise RuntimeError
             seen.append("absent")
@@ -87,7 +94,7 @@ def test_a_folder_that_is_replaced_is_the_old_or_the_new_at_every_moment(tmp_pat
             break
         assert status == -signal.SIGKILL
     assert seen[0] == "old" and seen[-1] == "new" and len(seen) > 15
-    assert seen.count("absent") == (0 if swaps else 1)
+    assert seen.count("absent") == 1
     assert list(tmp_path.iterdir()) == [target]
 
 
@@ -110,26 +117,29 @@ def test_a_checkpoint_that_is_set_aside_is_whole_in_one_place_or_the_other(tmp_p
     assert found == folder / "abandoned" / "step=6.ckpt" and moment > 5
 
 
-def build_slowly(target: Path, begun: Any, go_on: Any) -> None:
-    with atomic_directory(target) as folder:
-        fill(folder, "theirs")
-        begun.set()
-        go_on.wait(timeout=60)
+def build_slowly(folder: Path, content: str) -> None:
+    (folder / f"begun-{content}").touch()
+    with atomic_directory(folder / "model") as unfinished:
+        fill(unfinished, content)
+        wait_for(folder, "go-on")
 
 
-def test_the_unfinished_folder_of_a_living_process_stays(tmp_path: Path) -> None:
-    context = processes()
-    begun, go_on = context.Event(), context.Event()
-    process = context.Process(target=build_slowly, args=(tmp_path / "model", begun, go_on))
-    process.start()
-    assert begun.wait(timeout=60)
-    (theirs,) = tmp_path.iterdir()
-    with pytest.raises(RuntimeError), atomic_directory(tmp_path / "model"):
-        raise RuntimeError
-    assert content_of(theirs) == {"theirs"}
-    go_on.set()
-    process.join(timeout=60)
-    assert process.exitcode == 0 and content_of(tmp_path / "model") == {"theirs"}
+def wait_for(folder: Path, pattern: str) -> None:
+    while not [*folder.glob(pattern)]:
+        time.sleep(0.01)
+
+
+def test_the_unfinished_folder_of_a_living_process_stays_and_another_waits_for_its_end(tmp_path: Path) -> None:
+    first = fork(partial(build_slowly, tmp_path, "first"))
+    wait_for(tmp_path, "*/weights")
+    second = fork(partial(build_slowly, tmp_path, "second"))
+    wait_for(tmp_path, "begun-second")
+    (unfinished,) = tmp_path.glob(".model.unfinished-*")
+    assert content_of(unfinished) == {"first"} and (tmp_path / ".model.lock").exists()
+    (tmp_path / "go-on").touch()
+    assert [exit_status(child) for child in (first, second)] == [0, 0]
+    assert {path.name for path in tmp_path.iterdir()} == {"begun-first", "begun-second", "go-on", "model"}
+    assert content_of(tmp_path / "model") == {"first"}
 
 
 def die_when_all_weights_are_written() -> None:
@@ -143,8 +153,8 @@ def test_what_a_killed_quantization_leaves_is_gone_after_the_next(tiny_policy_di
     words = ["quantize", str(tiny_policy_dir), str(target)]
     status, output = command(words, tmp_path / "log", die_when_all_weights_are_written)
     assert status == -signal.SIGKILL, output
-    (left,) = target.parent.iterdir()
-    assert left != target
+    names = sorted(path.name for path in target.parent.iterdir())
+    assert names[0] == ".nvfp4.lock" and names[1].startswith(".nvfp4.unfinished-") and len(names) == 2
     other = target.with_name(".nvfp4-of-mine")  # not ours
     other.mkdir()
     assert main(words) == 0
@@ -160,7 +170,8 @@ def teach_and_die(cache: Path) -> None:
 
 def test_what_a_killed_teaching_leaves_in_the_cache_is_gone_after_the_next(tmp_path: Path) -> None:
     assert in_a_fork(partial(teach_and_die, tmp_path)) == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
+    (unfinished,) = tmp_path.glob(".*.unfinished-*")
+    assert [*unfinished.iterdir()]
     folder = build_toy_policy(TOY, tmp_path)
     assert list(tmp_path.iterdir()) == [folder]
 

@@ -86,14 +86,17 @@ def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Pa
         assert row["tokens"] < 60
 
 
-def test_an_evaluations_digest_covers_the_environment(tmp_path: Path) -> None:
-    file, found = tmp_path / "my_game.py", []
-    for turns in (3, 4):
-        file.write_text(f"turns = {turns}\n")
-        for named in (f"{file}:Game", {"class_path": f"{file}:Game"}, partial(GuessNumber, turns)):
-            found.append(environment_settings(RolloutCallback([], environment=named))["environment"])
-    assert found[0]["source"] == found[1]["source"] != found[3]["source"] == found[4]["source"]
-    assert found[2] == found[5] and found[2]["environment"] == "qerl_pl.toy.game.GuessNumber"
+def test_an_evaluations_digest_covers_the_environments_settings() -> None:
+    game = "qerl_pl.toy.game.GuessNumber"
+    arguments = {"class_path": game, "init_args": {"limit": 3}}
+    for environment, found in (
+        ("my_game.py:Game", "my_game.py:Game"),
+        (arguments, arguments),
+        (GuessNumber, game),
+        (partial(GuessNumber, 3), game),
+    ):
+        settings = environment_settings(RolloutCallback([], environment=environment))["environment"]
+        assert settings["environment"] == found
 
     def of(**settings: Any) -> dict[str, Any]:
         return environment_settings(RolloutCallback([], environment="qerl_pl.toy.game.GuessNumber", **settings))

@@ -4,7 +4,7 @@ import hashlib
 import inspect
 import io
 import json
-import os
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -26,9 +26,8 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
-from qerl_pl.import_path import named_file
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
-from qerl_pl.rewards import Reward, RewardFunction
+from qerl_pl.rewards import Reward
 from qerl_pl.runtime.checks import ChecksFirst
 from qerl_pl.runtime.communicator import Communicator, writes_files
 from qerl_pl.runtime.files import atomic_write
@@ -36,6 +35,8 @@ from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.runtime.versions import installed_versions, machine_of
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
+
+log = logging.getLogger(__name__)
 
 FOLDER = "evaluation"
 LABELS = {
@@ -46,7 +47,6 @@ LABELS = {
     "truncated_frac": "truncated",
     "unanswered_frac": "no answer found",
 }
-_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class EvaluationReport(Callback, ChecksFirst):
@@ -54,9 +54,9 @@ class EvaluationReport(Callback, ChecksFirst):
 
     RUN/evaluation.json has each metric of each set with its 95 % interval (bootstrap over prompts), RUN/evaluation.md
     the same as a table, RUN/evaluation.png pass@k over k; loggers get the plot, and the bounds as `<metric>_low` and
-    `<metric>_high`. Every graded sample is a line of RUN/evaluation/DIGEST.jsonl, where the digest covers everything
-    that a sample depends on: weights, sampling, prompt format and rewards; an extra sampling has its own DIGEST. After
-    a kill, the same command continues from these samples.
+    `<metric>_high`. Every graded sample is a line of RUN/evaluation/DIGEST.jsonl, where the digest covers the settings
+    that a sample depends on: weights, sampling, prompt format and rewards, but not the code of rewards and
+    environments; an extra sampling has its own DIGEST. After a kill, the same command continues from these samples.
 
     Args:
         resamples: Bootstrap resamples of an interval.
@@ -146,6 +146,8 @@ class EvaluationReport(Callback, ChecksFirst):
             name: _ProgressCache(*_sample_files(folder, own, ranks), total, show=False, bar=self._cache.bar)
             for name, own in zip(samplings, extra, strict=True)
         }
+        if len(self._cache):
+            log.info("%d samples of %s are used again; after an edit of a reward, remove it", len(self._cache), file)
         ranks.barrier()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
         self._evaluator.use_cache(self._cache, caches)
@@ -346,74 +348,26 @@ def engine_settings(engine: RolloutEngine) -> dict[str, str]:
 
 def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
     """Settings of the environment that samples depend on; empty without an environment."""
-    environment = rollout.environment
-    if environment is None:
+    if rollout.environment is None:
         return {}
-    settings: dict[str, Any]
-    if isinstance(environment, str):
-        settings = {"environment": environment, **_source(named_file(environment))}
-    elif isinstance(environment, dict):
-        settings = {"environment": environment, **_source(named_file(environment["class_path"]))}
-        if files := _named_files(environment.get("init_args")):
-            settings["files"] = files
-    else:
-        settings = _code_settings("environment", environment)
     dialogues = asdict(rollout.dialogue_config)
     del dialogues["tool_wait"], dialogues["workers"]
-    return {"environment": {**settings, **dialogues}}
+    return {"environment": _plain({"environment": rollout.environment, **dialogues})}
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:
-    """Class, settings and, of the user's own code, the source file."""
-    settings = {name: value for name, value in vars(reward).items() if not name.startswith("_") and _is_json(value)}
-    settings |= _code_settings("class", type(reward))
-    return settings | (_code_settings("function", reward.function) if isinstance(reward, RewardFunction) else {})
+    """Class and public settings of a reward."""
+    settings = {name: value for name, value in vars(reward).items() if not name.startswith("_")}
+    return _plain({"class": type(reward), **settings})
 
 
-def _code_settings(key: str, code: Any) -> dict[str, Any]:
-    """Name, under `key`, and source of a class or function, or of what a partial or another object calls."""
-    code = inspect.unwrap(code)
-    code = code.func if isinstance(code, partial) else code
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as JSON has them, with the names of functions and classes, and of other objects' classes."""
+    plain: dict[str, Any] = json.loads(json.dumps(settings, skipkeys=True, default=_qualified_name))
+    return plain
+
+
+def _qualified_name(value: Any) -> str:
+    code = value.func if isinstance(value, partial) else value
     code = code if inspect.isclass(code) or inspect.isroutine(code) else type(code)
-    source = _source(named_file(f"{code.__module__}:{code.__qualname__}"))
-    return {key: f"{code.__module__}.{code.__qualname__}", **source}
-
-
-def _source(file: Path | None) -> dict[str, str]:
-    """Digest of a source file, if it has one."""
-    digest = _file_digest(file)
-    return {} if digest is None else {"source": digest}
-
-
-def _file_digest(file: Path | None) -> str | None:
-    """Digest of a file; None of this package's own, whose grading is in FORMAT, and without a file."""
-    if file is None or not file.is_file() or file.resolve().is_relative_to(_PACKAGE):
-        return None
-    with file.open("rb") as content:  # a corpus may be larger than the memory
-        return hashlib.file_digest(content, "sha256").hexdigest()[:12]
-
-
-def _named_files(value: Any) -> dict[str, str]:
-    """Digests of the files that arguments name, by name: a path, `file.py:object`, or an object of a top-level module.
-
-    Modules in packages are left out: to find one would import its package, and any text with a dot may look like one.
-    """
-    if isinstance(value, Mapping | list | tuple):
-        items = value.values() if isinstance(value, Mapping) else value
-        return {name: digest for item in items for name, digest in _named_files(item).items()}
-    if not isinstance(value, str):
-        return {}
-    path = os.path.expanduser(value)  # Path's raises an error for "~nobody"
-    if os.path.isfile(path):
-        digest = _file_digest(Path(path))
-    else:
-        digest = _file_digest(named_file(value)) if re.fullmatch(r".+\.py:\w+|\w+[.:]\w+", value) else None
-    return {} if digest is None else {value: digest}
-
-
-def _is_json(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return all(map(_is_json, value))
-    return isinstance(value, str | int | float | bool | None)
+    return f"{code.__module__}.{code.__qualname__}"

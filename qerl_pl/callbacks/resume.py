@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.runtime.checkpoint_io import FOLDER, digest_path, resume_files
 from qerl_pl.runtime.communicator import writes_files
-from qerl_pl.runtime.files import atomic_write, remove_unwritten
+from qerl_pl.runtime.files import atomic_write
 from qerl_pl.runtime.random_state import random_state, set_random_state
 from qerl_pl.runtime.slurm import requeue_job, take_sigusr1
 from qerl_pl.runtime.versions import installed_versions, machine_of, processor
@@ -98,7 +98,8 @@ class ResumeCheckpoint(Checkpoint):
         self._signals.take()
         if writes_files(trainer):
             _set_aside(_folder(trainer), trainer.fit_loop.total_batch_idx + 1)
-            remove_unwritten(_folder(trainer), "*.ckpt*")
+            for unfinished in _folder(trainer).glob(".*.ckpt*.tmp"):
+                unfinished.unlink()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the signal handlers."""

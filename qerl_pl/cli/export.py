@@ -105,7 +105,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
     base = config.base_folder()
-    check_fits(state, folder_identity(base), config.finetune, config.scaling)
+    check_fits(state, base=folder_identity(base), finetune=config.finetune, scaling=config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
     steps, kind = state["policy_version"], state["kind"]

@@ -41,7 +41,7 @@ from qerl_pl.modules.optimizer import (
 )
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.policy.policy import Policy, PolicyConfig
-from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, check_start, refuse_mid_step
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, refuse_mid_step
 from qerl_pl.runtime.checks import (
     ChecksFirst,
     check_devices,
@@ -381,8 +381,14 @@ class PolicyModule(LightningModule, ChecksFirst):
                 f"a run goes on as it began; the checkpoint is of {kind} and this is {self.kind}; export it, and start "
                 "another run from the adapter by model.policy.adapter"
             )
-        check_fits(state, self.base_identity, self.policy_config.finetune, self.policy_config.scaling)
-        check_start(state, self.start_identity)
+        config = self.policy_config
+        check_fits(
+            state,
+            base=self.base_identity,
+            finetune=config.finetune,
+            scaling=config.scaling,
+            start=self.start_identity,
+        )
         steps = state.get("steps_per_batch", self.steps_per_batch)
         if self.trainer.state.fn == TrainerFn.FITTING and steps != self.steps_per_batch:
             log.warning(

@@ -25,7 +25,7 @@ from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.policy.teacher import Teacher, TeacherConfig
-from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_teacher
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import ChecksFirst, no_sampling_callback, warn_of_unused
 from qerl_pl.runtime.files import folder_identity
 from qerl_pl.runtime.strategy import communicator_of
@@ -215,7 +215,7 @@ class QeRLModule(PolicyModule):
         """Refuse another teacher."""
         super().on_load_checkpoint(checkpoint)
         if self.trainer.state.fn == TrainerFn.FITTING and self.teacher_identity is not None:
-            check_teacher(checkpoint[CHECKPOINT_KEY], self.teacher_identity)
+            check_fits(checkpoint[CHECKPOINT_KEY], teacher=self.teacher_identity)
 
     # Evaluation ----------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,9 @@ import logging
 import os
 import pickle
 import re
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from io import BufferedReader
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -26,8 +23,6 @@ STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
 """Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
 CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
-SETTLED_S = 5.0
-"""Seconds after which a change of a file gets another time stamp, however coarse the file system's clock."""
 MID_STEP = "hpc_ckpt_"
 """Begin of the names of checkpoints that Lightning saves at a signal of SLURM, in the middle of a step."""
 _digests: dict[tuple[int, ...], str] = {}
@@ -55,9 +50,8 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         target = Path(path)
         with writing(target) as file:
-            writer = _HashingWriter(file)
             try:
-                torch.save(checkpoint, cast(BinaryIO, writer))  # tensor by tensor: no second copy in memory
+                torch.save(checkpoint, file)
             except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised by pickle
                 raise UserError(
                     f"a checkpoint holds tensors and plain values only; {path} would hold other types ({error}); "
@@ -67,10 +61,10 @@ class AtomicCheckpointIO(CheckpointIO):
                 file.seek(0)
                 _load(file, path, "meta")
                 self._checked_readable = True
-            digests = [writer.digest.hexdigest()]
+            digests = [_sha256(file)]
             if target.is_file():  # the old file stays valid until it is replaced
                 with target.open("rb") as old:
-                    digests.append(hashlib.file_digest(old, "sha256").hexdigest())
+                    digests.append(_sha256(old))
             atomic_write(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
 
     def load_checkpoint(
@@ -83,41 +77,13 @@ class AtomicCheckpointIO(CheckpointIO):
             UserError: Another program wrote it, or Lightning in the middle of a step.
         """
         refuse_mid_step(path)
-        return _load_own(Path(path), "cpu")
+        verify(Path(path))
+        return load_saved(Path(path))
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Delete a checkpoint and its digest."""
         Path(path).unlink(missing_ok=True)
         digest_path(Path(path)).unlink(missing_ok=True)
-
-
-class _HashingWriter:
-    """Writes to a file and updates a SHA-256 digest."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def _load_own(path: Path, device: str) -> dict[str, Any]:
-    """A valid checkpoint of this trainer; on the meta device without reading its tensors."""
-    with opened(path) as file:
-        return _own(_load(file, path, device), path)
-
-
-def _own(checkpoint: Any, path: Path) -> dict[str, Any]:
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
-        raise UserError(
-            f"a checkpoint must be written by this trainer; {path} was written by another program; name another"
-        )
-    return checkpoint
 
 
 def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
@@ -155,34 +121,31 @@ def digest_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a checkpoint after comparing its digest.
+def verify(path: Path) -> None:
+    """Refuse a damaged checkpoint.
 
     Raises:
         DamagedCheckpoint: The file or its digest is missing or unreadable, or they disagree.
     """
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(path.open("rb"))
+    try:
+        with path.open("rb") as file:
             expected = digest_path(path).read_text(errors="replace").split()
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise DamagedCheckpoint(
-                f"a checkpoint is a file and its .sha256; {error.filename} is not a file; {_remedy(path)}"
-            ) from error
-        try:
-            digest = _digest(file)
-        except OSError as error:
-            raise DamagedCheckpoint(
-                f"a checkpoint must be undamaged; {path} cannot be read ({error}); use another"
-            ) from error
-        if digest not in expected:
-            written = " or ".join(digest[:12] for digest in expected)
-            raise DamagedCheckpoint(
-                f"a checkpoint must be undamaged; {path} has digest {digest[:12]}, not {written}; use another"
-            )
-        file.seek(0)
-        yield file
+            digest = _known_digest(file)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise DamagedCheckpoint(
+            f"a checkpoint is a file and its .sha256; {error.filename} is not a file; {_remedy(path)}"
+        ) from error
+    except OSError as error:
+        if error.filename is not None:  # it may not be opened
+            raise
+        raise DamagedCheckpoint(
+            f"a checkpoint must be undamaged; {path} cannot be read ({error}); use another"
+        ) from error
+    if digest not in expected:
+        written = " or ".join(digest[:12] for digest in expected)
+        raise DamagedCheckpoint(
+            f"a checkpoint must be undamaged; {path} has digest {digest[:12]}, not {written}; use another"
+        )
 
 
 def _remedy(path: Path) -> str:
@@ -193,22 +156,18 @@ def _remedy(path: Path) -> str:
     return "name another with --resume, or auto for the newest below trainer.default_root_dir"
 
 
-def _digest(file: BufferedReader) -> str:
+def _known_digest(file: BinaryIO) -> str:
     """SHA-256 of an open file, cached while the file does not change: it may have tens of GiB."""
     status = os.fstat(file.fileno())
     state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if state in _digests:
-        return _digests[state]
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time() - max(status.st_mtime, status.st_ctime) > SETTLED_S:
-        _digests[state] = digest
-    return digest
+    if state not in _digests:
+        _digests[state] = _sha256(file)
+    return _digests[state]
 
 
-def verify(path: Path) -> None:
-    """Refuse a damaged checkpoint, as `opened` does."""
-    with opened(path):
-        pass
+def _sha256(file: BinaryIO) -> str:
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 def resume_files(folder: Path) -> dict[Path, tuple[int, bool]]:
@@ -254,20 +213,29 @@ def saved_checkpoint(run_dir: Path) -> Path | None:
     paths = sorted(
         (path for pattern in patterns for path in run_dir.glob(pattern)), key=lambda path: path.stat().st_mtime
     )
-    return max(paths, key=lambda path: int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"]), default=None)
+    return max(paths, key=finished_rollouts, default=None)
 
 
 def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
     """Load a checkpoint, also of Lightning's own trainer, which writes no digest to compare.
+
+    Args:
+        path: The file.
+        device: Of its tensors; on the meta device they are not read.
 
     Raises:
         DamagedCheckpoint: It is absent or cannot be read, or its digest differs.
         UserError: It is another program's.
     """
     if digest_path(path).exists() or not path.is_file():
-        return _load_own(path, device)
+        verify(path)
     with path.open("rb") as file:
-        return _own(_load(file, path, device), path)
+        checkpoint = _load(file, path, device)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
+        raise UserError(
+            f"a checkpoint must be written by this trainer; {path} was written by another program; name another"
+        )
+    return checkpoint
 
 
 def finished_rollouts(path: Path) -> int:
@@ -276,68 +244,36 @@ def finished_rollouts(path: Path) -> int:
     Raises:
         UserError: It cannot be read, or another program wrote it.
     """
-    return int(_load_own(path, "meta")[CHECKPOINT_KEY]["policy_version"])
+    return int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"])
 
 
-def check_fits(state: dict[str, Any], base: str, finetune: str, scaling: float) -> None:
-    """Refuse a checkpoint of another base model, kind of fine-tuning or adapter scaling.
+KEPT = {
+    "base": "a checkpoint fits only the base model it was trained on; it has {0} and the policy has {1}; set "
+    "model.policy as in that run",
+    "finetune": "a checkpoint holds what was trained, an adapter or all weights; got {0}, and the policy trains {1}; "
+    "set model.policy.finetune as in that run",
+    "scaling": "an adapter keeps the alpha / rank it was trained with; the checkpoint has {0:g} and the policy {1:g}; "
+    "set model.policy.lora as in that run",
+    "start": "a run keeps the adapter that it started from; the SHA-256 of its weights is {0!s:.12} in the checkpoint "
+    "and {1!s:.12} of model.policy.adapter; set that as in the checkpoint's run",
+    "teacher": "a run keeps its teacher; the checkpoint has {0} and model.teacher is {1}; set model.teacher as in that "
+    "run",
+}
+"""Rules for the parts of `CHECKPOINT_KEY` that a run keeps, for the checkpoint's value and the run's."""
+
+
+def check_fits(state: Mapping[str, Any], **own: Any) -> None:
+    """Refuse a checkpoint of another base model, kind of fine-tuning, adapter scaling, start or teacher.
 
     Args:
         state: The checkpoint's entry `CHECKPOINT_KEY`.
-        base: Identity of the policy's base (`folder_identity`).
-        finetune: "lora" or "full".
-        scaling: alpha / rank of the policy's adapter; 1 without.
+        own: The run's values, by keys of `KEPT`: digests of folders (`folder_identity`) and of weights, "lora" or
+            "full", and alpha / rank.
 
     Raises:
         UserError: One of them differs.
     """
-    if state["base"] != base:
-        raise UserError(
-            f"a checkpoint fits only the base model it was trained on; it has {state['base']} and the policy has "
-            f"{base}; set model.policy as in that run, or start another run"
-        )
-    if (saved := state.get("finetune", "lora")) != finetune:
-        raise UserError(
-            f"a checkpoint holds what was trained, an adapter or all weights; got {saved}, and the policy trains "
-            f"{finetune}; set model.policy.finetune as in that run, or start another run"
-        )
-    if state["scaling"] != scaling:
-        raise UserError(
-            f"an adapter keeps the alpha / rank it was trained with; the checkpoint has {state['scaling']:g} and the "
-            f"policy {scaling:g}; set model.policy.lora as in that run, or start another run"
-        )
-
-
-def check_teacher(state: dict[str, Any], teacher: str) -> None:
-    """Refuse a checkpoint of a run with another teacher.
-
-    Args:
-        state: The checkpoint's entry `CHECKPOINT_KEY`.
-        teacher: Identity of the teacher's folder (`folder_identity`).
-
-    Raises:
-        UserError: It differs.
-    """
-    if (saved := state.get("teacher", teacher)) != teacher:
-        raise UserError(
-            f"a run keeps its teacher; the checkpoint has {saved} and model.teacher is {teacher}; set model.teacher as "
-            "in that run, or start another run"
-        )
-
-
-def check_start(state: dict[str, Any], start: str | None) -> None:
-    """Refuse a checkpoint of a run that started from another adapter, its reference policy.
-
-    Args:
-        state: The checkpoint's entry `CHECKPOINT_KEY`.
-        start: SHA-256 of the weights of `model.policy.adapter`; None without.
-
-    Raises:
-        UserError: It differs.
-    """
-    if (saved := state.get("start")) != start:
-        raise UserError(
-            f"a run keeps the adapter that it started from; the SHA-256 of its weights is {str(saved):.12} in the "
-            f"checkpoint and {str(start):.12} of model.policy.adapter; set that as in the checkpoint's run, or start "
-            "another run"
-        )
+    absent = own | {"finetune": "lora", "start": None}  # of earlier versions
+    for key, value in own.items():
+        if (saved := state.get(key, absent[key])) != value:
+            raise UserError(f"{KEPT[key].format(saved, value)}, or start another run")

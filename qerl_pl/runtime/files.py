@@ -1,8 +1,6 @@
 """Atomic files and folders: at any moment, also after a kill, a name has its old or its new content."""
 
-import ctypes
 import errno
-import fcntl
 import glob
 import hashlib
 import logging
@@ -36,7 +34,8 @@ def cache_root() -> Path:
 def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `target` that is renamed to it when the block ends without an exception.
 
-    Temporary folders of the same target that killed processes left are removed first.
+    One process at a time builds a target; it first removes what killed processes left. A kill between the two renames
+    of a replacement leaves the old folder under a hidden name, which the next process gives back.
 
     Args:
         target: The folder to create.
@@ -46,29 +45,62 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     Raises:
         UserError: The folder cannot be created, or the disk is full.
     """
+    with _building(target):
+        folder = Path(tempfile.mkdtemp(prefix=_hidden(target, "unfinished-").name, dir=target.parent))
+        try:
+            with explain_full_disk(target):
+                yield folder
+                _follow_umask(folder)
+                for path in [*folder.rglob("*"), folder]:
+                    _sync(path)
+            _rename(folder, target, replace)
+            _sync(target.parent)
+        finally:
+            _remove(folder)
+
+
+@contextmanager
+def build_once(target: Path) -> Iterator[bool]:
+    """Build a missing folder in the block, in one process while the others wait.
+
+    Without a lock (no support) several processes build it, and the first to finish counts.
+
+    Yields:
+        Whether the folder is missing, so that this process has to build it.
+
+    Raises:
+        UserError: The folder cannot be created.
+    """
+    if target.is_dir():
+        yield False
+        return
+    with _building(target):
+        yield not target.is_dir()
+
+
+@contextmanager
+def _building(target: Path) -> Iterator[None]:
+    """Lock a folder's name, where the file system has locks, and remove what killed processes left of the folder."""
+    file = _hidden(target, "lock")
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            # The parent's lock, or another process could remove the folder before it is locked.
-            with directory_lock(target.parent, wait=True) as locked_parent:
-                if locked_parent:
-                    _remove_leftovers(target)
-                folder = Path(tempfile.mkdtemp(prefix=_unfinished(target), dir=target.parent))
-                stack.enter_context(directory_lock(folder))
+            lock = FileLock(file, mode=0o666, is_singleton=True)  # `build_once` has an `atomic_directory` within
+            stack.enter_context(lock)
         except OSError as error:
-            remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
-            raise UserError(
-                f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); "
-                f"{remedy} another folder"
-            ) from error
-        stack.callback(_remove, folder)
-        with explain_full_disk(target):
-            yield folder
-            _follow_umask(folder)
-            for path in [*folder.rglob("*"), folder]:
-                _sync(path)
-        _rename(folder, target, replace)
-        _sync(target.parent)
+            if error.filename is not None:  # only the lock is optional
+                remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
+                raise UserError(
+                    f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); "
+                    f"{remedy} another folder"
+                ) from error
+            log.debug("no lock for %s: %s", target, error)
+            file.unlink(missing_ok=True)
+        else:
+            if lock.lock_counter == 1:
+                stack.callback(file.unlink, missing_ok=True)  # still locked: who waits for it makes another
+                _remove_leftovers(target)
+        yield
 
 
 def _follow_umask(folder: Path) -> None:
@@ -79,27 +111,6 @@ def _follow_umask(folder: Path) -> None:
     probe.unlink()
     for path in [*folder.rglob("*"), folder]:
         path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)  # who may read a folder may enter it
-
-
-@contextmanager
-def build_once(target: Path) -> Iterator[bool]:
-    """Hold a machine-wide lock while a missing folder is built in the block.
-
-    Without a lock (no permission, no support) several processes build it, and the first to finish counts.
-
-    Yields:
-        Whether the folder is missing, so that this process has to build it.
-    """
-    if target.is_dir():
-        yield False
-        return
-    name = hashlib.sha256(str(target.absolute()).encode()).hexdigest()[:16]
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(FileLock(Path(tempfile.gettempdir()) / f"qerl-{name}.lock"))
-        except OSError as error:
-            log.debug("no lock for %s: %s", target, error)
-        yield not target.is_dir()
 
 
 @contextmanager
@@ -129,28 +140,16 @@ def locked(folder: Path) -> Iterator[None]:
                 lock.unlink()
 
 
-def _unfinished(target: Path) -> str:
-    return f".{target.name}.unfinished-"
-
-
-def _replaced(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+def _hidden(target: Path, end: str) -> Path:
+    return target.with_name(f".{target.name}.{end}")
 
 
 def _remove_leftovers(target: Path) -> None:
-    for folder in target.parent.glob(f"{glob.escape(_unfinished(target))}*"):
-        try:
-            with directory_lock(folder) as abandoned:
-                if abandoned:
-                    _remove(folder)
-                    log.info("removed %s of a killed process", folder)
-        except (FileNotFoundError, PermissionError):  # renamed meanwhile; another user's
-            continue
-    if (old := _replaced(target)).exists():  # killed between the two renames of `_rename`
-        if target.exists():
-            _remove(old)
-        else:
-            old.rename(target)
+    old = _hidden(target, "replaced")
+    if os.path.lexists(old) and not os.path.lexists(target):  # killed between the two renames of `_rename`
+        old.rename(target)
+    for path in [old, *target.parent.glob(f"{glob.escape(_hidden(target, 'unfinished-').name)}*")]:
+        _remove(path)
 
 
 def _remove(folder: Path) -> None:
@@ -164,44 +163,13 @@ def _remove(folder: Path) -> None:
 def _rename(folder: Path, target: Path, replace: bool) -> None:
     try:
         folder.rename(target)
-    except OSError as error:
-        link = target.is_symlink()
-        if error.errno not in ((errno.ENOTDIR,) if link else (errno.ENOTEMPTY, errno.EEXIST)):
+    except OSError:
+        if not target.is_symlink() and not target.is_dir():
             raise
-        if (replace or link and not target.is_dir()) and not _swap(folder, target):
-            target.rename(_replaced(target))
+        if replace or not target.is_dir():
+            old = target.rename(_hidden(target, "replaced"))
             folder.rename(target)
-            _remove(_replaced(target))
-
-
-def _swap(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders, or links, atomically; False where system or filesystem cannot (macOS, NFS)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        rename = libc.renameat2
-    except AttributeError:
-        return False
-    at_cwd, exchange = -100, 2  # AT_FDCWD of fcntl.h, RENAME_EXCHANGE of linux/fs.h
-    if rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(number, os.strerror(number), str(second))
-
-
-@contextmanager
-def directory_lock(folder: Path, wait: bool = False) -> Iterator[bool]:
-    """Lock a folder itself, with no file in it; False: another process has the lock, or the filesystem has no such."""
-    descriptor, acquired = os.open(folder, os.O_RDONLY), True
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:
-            acquired = False
-        yield acquired
-    finally:
-        os.close(descriptor)
+            _remove(old)
 
 
 def _sync(path: Path) -> None:
@@ -245,25 +213,16 @@ def atomic_write(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def remove_unwritten(folder: Path, names: str) -> None:
-    """Remove temporary files that killed processes left; no process may be writing there now.
-
-    Args:
-        folder: May be missing.
-        names: Pattern of the final names, such as "*.ckpt*".
-    """
-    for path in folder.glob(f".{names}.tmp"):
-        path.unlink(missing_ok=True)
-        log.info("removed %s of a killed process", path)
-
-
 @contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
     """Turn "no space left" in the block into a UserError that names `path`."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if not any(map(is_full_disk, _contexts(error))):
+        cause: BaseException | None = error
+        while cause is not None and not is_full_disk(cause):
+            cause = cause.__context__  # PyTorch raises another error when it closes an incomplete archive
+        if cause is None:
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
@@ -277,14 +236,6 @@ def is_full_disk(error: BaseException) -> bool:
     if isinstance(error, SafetensorError):
         return any(f"(os error {number})" in str(error) for number in FULL_DISK)
     return isinstance(error, OSError) and error.errno in FULL_DISK
-
-
-def _contexts(error: BaseException) -> Iterator[BaseException]:
-    """The error and its chain of contexts: PyTorch raises another when it closes an incomplete archive."""
-    current: BaseException | None = error
-    while current is not None:
-        yield current
-        current = current.__context__
 
 
 def folder_identity(folder: Path) -> str:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.runtime.files import atomic_write, directory_lock
+from qerl_pl.runtime.files import atomic_write
 from studies.train_on_4_bits.plan import Run
 
 POINTS = 60
@@ -47,7 +48,7 @@ def write_rows(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 def add_row(path: Path, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Add a row to the file, which other processes may have changed, and return all rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with directory_lock(path.parent, wait=True):
+    with FileLock(path):  # which is replaced at the end of the block
         rows = read_rows(path) | {row["run"]: row}
         write_rows(path, rows)
     return rows
