@@ -170,13 +170,18 @@ def test_gdpo_refuses_another_advantage_norm_than_its_own(objective: Objective, 
 def test_a_teacher_that_nothing_learns_from_is_named(
     objective: Objective, teacher: TeacherConfig, names: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module_of(Path("nowhere"), objective=objective, teacher=teacher).setup("fit")
+    def set_up(objective: Objective) -> None:
+        module = module_of(Path("nowhere"), objective=objective, teacher=teacher)
+        module._trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=-1))  # type: ignore[assignment]
+        module.setup("fit")
+
+    set_up(objective)
     needed = "a model.objective that distils (OnPolicyDistillation, or"
     assert [message.partition(needed)[0] for message in caplog.messages] == [f"{names} no effect without "] * bool(
         names
     )
     caplog.clear()
-    module_of(Path("nowhere"), objective=OnPolicyDistillation(), teacher=teacher).setup("fit")
+    set_up(OnPolicyDistillation())
     assert not caplog.messages
 
 

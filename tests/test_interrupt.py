@@ -105,7 +105,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(
 
 @pytest.mark.usefixtures("default_handler")
 def test_another_exit_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_pl.cli.main.configs", lambda _: sys.exit(7))
+    monkeypatch.setattr("qerl_pl.cli.commands.configs", lambda *_: sys.exit(7))
     with pytest.raises(SystemExit) as end:
         main(["configs"])
     assert end.value.code == 7

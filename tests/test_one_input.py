@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, packed_layers
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.policy import packed_layers
 from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear, can_fuse_lora, shared_input_linears
 from qerl_pl.policy.packed_layers import GatedMLP, Packing
 

@@ -18,8 +18,9 @@ from qerl_pl.algorithm import DAPO
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.memory import pending_state_bytes
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
+from qerl_pl.policy import activation_checkpointing
 from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, MemorySettings, candidate_settings
 from qerl_pl.policy.adapter import LoraAdapter
 from qerl_pl.policy.full_finetuning import use_master_weights

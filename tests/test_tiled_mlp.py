@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, activation_checkpointing
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.policy import activation_checkpointing
 from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.policy.tiled_mlp import leaving_out_contexts, tiled
 from qerl_pl.toy.tokenizer import build_tokenizer
