@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import CACHED_PROMPTS, render_prompt
 from qerl_pl.datamodules import ArithmeticConversations, ConversationDataModule
-from qerl_pl.datamodules.conversation_rows import Conversation, Conversations
-from qerl_pl.datamodules.conversations import ConversationBatch, padded
+from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, Conversations, padded
 from qerl_pl.errors import UserError
 from qerl_pl.toy.task import split_of
 

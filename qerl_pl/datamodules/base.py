@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
 from qerl_pl.datamodules.tables import check_sizes, draw
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide, within_limit
@@ -89,9 +90,11 @@ class ResumableDataModule(LightningDataModule, ABC):
     Args:
         batch_size: Rows a training batch, over all devices.
         val_size: Rows to validate on; 0 for none.
-        val_batch_size: Rows a validation batch; None takes batch_size.
-        seed: Of the split and of the order; None takes 0.
-        tokenizer: Folder or hub name of a tokenizer; None takes the policy's.
+        val_batch_size: Rows a validation batch; null takes batch_size.
+        system_prompt: The system message of questions without their own; null sends none.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
     """
 
     prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
@@ -99,7 +102,15 @@ class ResumableDataModule(LightningDataModule, ABC):
     """Makes a batch of a list of rows."""
 
     def __init__(
-        self, batch_size: int, val_size: int, val_batch_size: int | None, seed: int | None, tokenizer: str | None
+        self,
+        *,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        seed: int | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         require_at_least(1, {"data.batch_size": batch_size, "data.val_batch_size": val_batch_size})
@@ -107,6 +118,9 @@ class ResumableDataModule(LightningDataModule, ABC):
         self.batch_size = batch_size
         self.val_size = val_size
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self.system_prompt = system_prompt
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        check_template_kwargs(self.chat_template_kwargs)
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
         self._train: Sequence[Any] = []
@@ -139,11 +153,10 @@ class ResumableDataModule(LightningDataModule, ABC):
                 check_intervals(self.trainer, self._batches(rows - held_out if weighted is None else weighted))
             check_first(self.trainer, stage)
 
-    def _hold_out(self, rows: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-        """Rows to validate on, drawn by seed and id, and the others."""
-        held_out = draw(rows, count, self.seed)
-        ids = {row.id for row in held_out}
-        return held_out, [row for row in rows if row.id not in ids]
+    def _hold_out(self, ids: Sequence[str], count: int) -> tuple[list[int], list[int]]:
+        """Indices of the rows to validate on, drawn by seed and id, and of the others."""
+        held_out = draw(ids, count, self.seed)
+        return held_out, sorted({*range(len(ids))} - {*held_out})
 
     def _set_train(self, rows: Sequence[Any]) -> None:
         self._train = rows

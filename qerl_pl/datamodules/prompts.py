@@ -9,14 +9,13 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import SYSTEM_PROMPT, Chat, TemplateFrame, cached_prompts, check_template_kwargs
+from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     Row,
     TableConfig,
     check_sizes,
     checked_rows,
-    draw,
     sets_by_name,
     warn_of_repeats,
 )
@@ -37,18 +36,12 @@ class PromptDataModule(ResumableDataModule):
     saved in checkpoints.
 
     Args:
-        batch_size: Prompts a training batch, over all devices.
-        val_size: Prompts to validate on; 0 for none.
-        val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        system_prompt: The system message of prompts without their own; null sends none.
-        seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
             own; `qerl validate` and `qerl test` then read no training rows.
-        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
         instruction: Text behind each question that is no list of messages, after a line break, such as how to write
             the answer; null adds none.
+        settings: Of `ResumableDataModule`.
     """
 
     _content = "training prompts"
@@ -57,23 +50,15 @@ class PromptDataModule(ResumableDataModule):
 
     def __init__(
         self,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
+        *,
         max_prompt_tokens: int = 256,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int | None = None,
-        tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
         instruction: str | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, seed, tokenizer)
+        super().__init__(**settings)
         require_at_least(1, {"data.max_prompt_tokens": max_prompt_tokens})
         self.max_prompt_tokens = max_prompt_tokens
-        self.system_prompt = system_prompt
-        self.chat_template_kwargs = chat_template_kwargs or {}
-        check_template_kwargs(self.chat_template_kwargs)
         self.instruction = instruction
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
@@ -161,16 +146,16 @@ class PromptDataModule(ResumableDataModule):
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
-            self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in rendered.items()}
+            self._val = {name: self._drawn(prompts, self.val_size)[0] for name, prompts in rendered.items()}
         if reads_train:
             use = "training and validation" if val_count else "training"
             self._set_train(self._split(self._render(tokenizer, rows, use), held_out is None))
-            warn_of_repeats(self._train, self._val, "validation")
+            self._warn_of_repeats(self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
         if reads_test:
             self._test = self._val if test_sets is None else self._render_sets(tokenizer, test_sets, "test")
-            warn_of_repeats(self._train, {} if test_sets is None else self._test, "test")
+            self._warn_of_repeats({} if test_sets is None else self._test, "test")
         # Lightning would end without a message.
         if stage in ("validate", "test") and not any((self._val if stage == "validate" else self._test).values()):
             no_test_set = ", and there is no test set" if stage == "test" else ""
@@ -230,10 +215,21 @@ class PromptDataModule(ResumableDataModule):
         named = {name: table.rows(name, key=f"data.sets.{name}.path") for name, table in tables.items()} or sets()
         return sets_by_name(named, single, type(self).__name__, keep_name=bool(tables))
 
+    def _drawn(self, prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+        """Prompts to validate on, and the others."""
+        held_out, others = self._hold_out([prompt.id for prompt in prompts], count)
+        return [prompts[index] for index in held_out], [prompts[index] for index in others]
+
+    def _warn_of_repeats(self, sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
+        train = [(prompt.text, prompt.reference) for prompt in self._train]
+        for name, prompts in sets.items():
+            questions = f"{use}{f' on {name}' if name else ''} questions"
+            warn_of_repeats(train, [(prompt.id, prompt.text, None) for prompt in prompts], questions, "accuracy")
+
     def _split(self, prompts: list[Prompt], holds_out: bool) -> list[Prompt]:
         """Weighted training prompts, after validation prompts are split off if there is no validation set."""
         count = self.val_count(len(prompts)) if holds_out else 0
-        held_out, others = self._hold_out(prompts, count) if count else ([], prompts)
+        held_out, others = self._drawn(prompts, count) if count else ([], prompts)
         train = self.weighted(others)
         check_sizes(len(prompts), count, self.batch_size, len(train))
         if holds_out:
@@ -288,20 +284,13 @@ class PromptDataModule(ResumableDataModule):
         asked = [row for row in questions if not frame.made(row.question)]
         if len(asked) < len(questions):
             log.info(
-                "%d of %d %s prompts hold the chat template's text already and are taken as they are, without "
-                "data.system_prompt",
-                len(questions) - len(asked),
-                len(rows),
-                use,
+                f"{len(questions) - len(asked)} of {len(rows)} {use} prompts hold the chat template's text already and "
+                "are taken as they are, without data.system_prompt"
             )
         if asked:
             log.warning(
-                "%d of %d %s prompts, that of row %s the first, have control tokens of the chat template (%s) and are "
-                "a user's message all the same: a text that is rendered already begins with one, or ends as a prompt "
-                "does; to write a conversation, give its messages",
-                len(asked),
-                len(rows),
-                use,
-                asked[0].id,
-                ", ".join(token for token in frame.control_tokens if token in asked[0].question),
+                f"{len(asked)} of {len(rows)} {use} prompts, that of row {asked[0].id} the first, have control tokens "
+                f"of the chat template ({', '.join(one for one in frame.control_tokens if one in asked[0].question)}) "
+                "and are a user's message all the same: a text that is rendered already begins with one, or ends as a "
+                "prompt does; to write a conversation, give its messages"
             )
