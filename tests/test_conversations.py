@@ -172,11 +172,6 @@ def test_the_tools_of_a_row_are_offered(tiny_policy_dir: Path, given: Any) -> No
     assert texts(tokenizer, with_tools) == ("Use look. " + texts(tokenizer, without)[0], "2<|eos|>")
 
 
-def test_an_answer_keeps_commas_that_separate(tokenizer: PreTrainedTokenizerBase) -> None:
-    (pair,) = conversations(tokenizer, {"question": "Roots?", "answer": "So #### 1, 2"})
-    assert texts(tokenizer, pair)[1] == "<think>So</think><answer>1, 2</answer><|eos|>"
-
-
 def test_the_assistants_tokens_are_those_of_transformers(tiny_policy_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
     marked = (

@@ -1,6 +1,7 @@
 """What the data modules share: batches of rows, the same on all ranks, in a seeded order that checkpoints save."""
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
@@ -13,11 +14,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
-from qerl_pl.datamodules.tables import check_sizes, draw
+from qerl_pl.datamodules.tables import draw
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide, within_limit
 from qerl_pl.runtime.communicator import planned_ranks
 from qerl_pl.seeds import stream_seed
+
+log = logging.getLogger("qerl_pl")
 
 
 class PromptSampler(DistributedSampler[int]):
@@ -143,15 +146,42 @@ class ResumableDataModule(LightningDataModule, ABC):
             stage: fit, validate or test.
             rows: Training rows, of which some may yet prove too long; None if none were read.
             held_out: Rows of these that validation takes.
-            weighted: As `check_sizes` takes it.
+            weighted: An epoch's training rows, if these are others than those that are not held out.
         """
         if rows is not None:
-            check_sizes(rows, held_out, self.batch_size, weighted)
+            self._check_sizes(rows, held_out, weighted)
         if self.trainer is not None:
             if stage == "fit" and rows is not None:
                 check_ranks_divide(self.batch_size, planned_ranks(self.trainer))
                 check_intervals(self.trainer, self._batches(rows - held_out if weighted is None else weighted))
             check_first(self.trainer, stage)
+
+    def _check_sizes(self, rows: int, held_out: int, weighted: int | None = None) -> None:
+        """Refuse training rows that leave nothing to train on, or less than a batch; arguments as above."""
+        if held_out >= rows:
+            raise UserError(
+                f"val_size must leave prompts to train on; got val_size={held_out} of {rows} prompts; lower it."
+            )
+        left = rows - held_out if weighted is None else weighted
+        if left < self.batch_size:
+            which = f" ({held_out} of {rows} are held out for validation by val_size)" if held_out else ""
+            raise UserError(
+                f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {left} "
+                f"{'' if left == rows - held_out else 'weighted '}prompts{which}; "
+                f"lower {'one of them' if held_out else 'it'}."
+            )
+
+    def _short(self, lengths: Sequence[int], limit: str, use: str) -> list[int]:
+        """Indices of the rows whose tokens are within the limit of that name; UserError if there is none."""
+        most, rows = getattr(self, limit), self._content.removeprefix("training ")
+        short = [index for index, length in enumerate(lengths) if length <= most]
+        if not short:
+            raise UserError(
+                f"{use} needs {rows} of at most {limit}={most} tokens; none of {len(lengths)} is, the shortest has "
+                f"{min(lengths)}; raise it, or choose other rows."
+            )
+        log.info(f"{len(short)} {use} {rows}; {len(lengths) - len(short)} longer than {limit}={most} dropped")
+        return short
 
     def _hold_out(self, ids: Sequence[str], count: int) -> tuple[list[int], list[int]]:
         """Indices of the rows to validate on, drawn by seed and id, and of the others."""
@@ -162,12 +192,8 @@ class ResumableDataModule(LightningDataModule, ABC):
         self._train = rows
         digest = hashlib.sha256()
         for row in rows:
-            digest.update(self._identity(row).encode())
+            digest.update(row.identity().encode())
         self._digest = digest.hexdigest()
-
-    def _identity(self, row: Any) -> str:
-        """Text of a rendered row, equal in every process."""
-        return repr(row)
 
     @property
     def batches_per_epoch(self) -> int:

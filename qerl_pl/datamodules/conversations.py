@@ -18,7 +18,6 @@ from qerl_pl.chat.text_parts import PartTokenizer, beginning
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     ANSWER_MARK,
-    check_sizes,
     messages_of_text,
     read_table,
     table_source,
@@ -42,6 +41,10 @@ class Conversation:
     token_ids: tuple[int, ...]
     trained: tuple[bool, ...]
     """Of each token, whether the loss counts it; False for the first, which nothing predicts."""
+
+    def identity(self) -> str:
+        """Text of the row, equal in every process."""
+        return repr(self)
 
     @property
     def prompt_and_answer(self) -> tuple[int, int]:
@@ -185,7 +188,7 @@ class ConversationDataModule(ResumableDataModule):
         self._check_settings(stage, len(rows), held_out)
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         train = self._render(tokenizer, rows, "training")
-        check_sizes(len(train), held_out, self.batch_size)
+        self._check_sizes(len(train), held_out)
         if val_rows is None:
             self._val, train = (train.take(indices) for indices in self._hold_out(train.ids, self.val_size))
         elif self.val_size:
@@ -213,16 +216,7 @@ class ConversationDataModule(ResumableDataModule):
             read = ([row.get(name) for name in _COLUMNS] for row in rows)
             make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
             tensors = cached_tensors("conversations", tokenizer, settings, read, make)
-        lengths = tensors["lengths"].tolist()
-        kept = [row for row, length in enumerate(lengths) if length <= self.max_length]
-        if not kept:
-            raise UserError(
-                f"{use} needs conversations of at most max_length={self.max_length} tokens; none of {len(rows)} is, "
-                f"the shortest has {min(lengths)}; raise it."
-            )
-        counts = len(kept), use, len(rows) - len(kept), self.max_length
-        log.info("%d %s conversations; %d longer than max_length=%d dropped", *counts)
-        return Conversations(use, tensors, kept)
+        return Conversations(use, tensors, self._short(tensors["lengths"].tolist(), "max_length", use))
 
     def _rendered(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
@@ -308,16 +302,18 @@ class ConversationDataModule(ResumableDataModule):
 
 def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
     """A list of messages; UserError for anything else."""
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(
+            isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one for one in messages
+        )
+    ):
         raise UserError(
             f"the column {column} must have a list of messages with role and content, or prompt and completion text; "
             f"got {messages!r:.60}; correct it"
         )
     return messages
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
 
 
 def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -117,10 +117,10 @@ class TableDataModule(PromptDataModule):
                     f"{self.max_prompt_tokens}, the weight is {table.weight:g}; raise one of these, or leave the table "
                     "out"
                 )
-            for repeat in range(1, math.ceil(count / len(own)) + 1 if own else 1):
-                drawn = draw([one.id for one in own], count - (repeat - 1) * len(own), self.seed)
+            ids = [prompt.id for prompt in own]
+            for repeat, start in enumerate(range(0, count, len(own) or 1), start=1):
                 ends = f"#{repeat}" if repeat > 1 else ""
-                taken += [replace(own[index], id=f"{own[index].id}{ends}") for index in drawn]
+                taken += [replace(own[index], id=ids[index] + ends) for index in draw(ids, count - start, self.seed)]
         return taken
 
     def weighted_count(self, rows: Sequence[Row], held_out: int) -> int:
@@ -221,6 +221,15 @@ def solve_rate_of(row: Mapping[str, Any]) -> float:
     return rate if 0 <= rate <= 1 else math.nan
 
 
+_FILTERS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], Any], bool]]] = {
+    "min_solve_rate": ((_RATE,), lambda row, least: solve_rate_of(row) >= least),
+    "max_solve_rate": ((_RATE,), lambda row, most: solve_rate_of(row) <= most),
+    "levels": (("level", _RATE), lambda row, levels: level_of(row) in levels),
+    "sources": (("source",), lambda row, sources: row.get("source") in sources),
+}
+"""Columns that a filter needs, and whether it keeps a row, by argument."""
+
+
 class BigMathDataModule(TableDataModule):
     """Big-Math: columns `problem` and `answer`; `source`, `llama8b_solve_rate` and `level` for the filters.
 
@@ -261,10 +270,13 @@ class BigMathDataModule(TableDataModule):
             answer="answer",
             **settings,
         )
-        self.min_solve_rate = min_solve_rate
-        self.max_solve_rate = max_solve_rate
-        self.levels = None if levels is None else tuple(levels)
-        self.sources = None if sources is None else tuple(sources)
+        filters = {
+            "min_solve_rate": min_solve_rate,
+            "max_solve_rate": max_solve_rate,
+            "levels": levels,
+            "sources": sources,
+        }
+        self.filters: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
         self.val_path = None if val_path is None else table_source(val_path, "data.val_path")
 
     def rows_of(self, split: str) -> list[Row]:
@@ -284,16 +296,9 @@ class BigMathDataModule(TableDataModule):
 
     def select(self, table: Sequence[Mapping[str, Any]]) -> Iterable[int]:
         """Indices of the rows that pass the filters and have an answer: without one no completion is correct."""
-        filters: dict[str, tuple[Any, tuple[str, ...], Callable[[Mapping[str, Any], Any], bool]]] = {
-            "min_solve_rate": (self.min_solve_rate, (_RATE,), lambda row, least: solve_rate_of(row) >= least),
-            "max_solve_rate": (self.max_solve_rate, (_RATE,), lambda row, most: solve_rate_of(row) <= most),
-            "levels": (self.levels, ("level", _RATE), lambda row, levels: level_of(row) in levels),
-            "sources": (self.sources, ("source",), lambda row, sources: row.get("source") in sources),
-        }
-        given = {name: value for name, (value, _, _) in filters.items() if value is not None}
         passing = list(range(len(table)))
-        for name, value in given.items():
-            _, columns, keeps = filters[name]
+        for name, value in self.filters.items():
+            columns, keeps = _FILTERS[name]
             if not any(row.get(column) is not None for row in table for column in columns):
                 raise UserError(
                     f"{name} filters by the column {' or '.join(columns)}; {self.path} has {', '.join(table[0])}; "
@@ -302,9 +307,9 @@ class BigMathDataModule(TableDataModule):
             passing = [index for index in passing if keeps(table[index], value)]
         if not passing:
             raise UserError(
-                f"the filters must leave rows; none of {len(table)} of {self.path} passes {given}; widen them."
+                f"the filters must leave rows; none of {len(table)} of {self.path} passes {self.filters}; widen them."
             )
-        log.info("%d of %d rows of %s pass %s", len(passing), len(table), self.path, given or "(no filter)")
+        log.info("%d of %d rows of %s pass %s", len(passing), len(table), self.path, self.filters or "(no filter)")
         empty = [index for index in passing if not str(table[index]["answer"]).strip()]
         if len(empty) == len(passing):
             raise UserError(

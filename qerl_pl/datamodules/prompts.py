@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,14 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
-from qerl_pl.datamodules.tables import (
-    Row,
-    TableConfig,
-    check_sizes,
-    checked_rows,
-    sets_by_name,
-    warn_of_repeats,
-)
+from qerl_pl.datamodules.tables import Row, TableConfig, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.runtime.checks import check_intervals
 from qerl_pl.seeds import stream_seed
@@ -148,8 +142,13 @@ class PromptDataModule(ResumableDataModule):
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: self._drawn(prompts, self.val_size)[0] for name, prompts in rendered.items()}
         if reads_train:
-            use = "training and validation" if val_count else "training"
-            self._set_train(self._split(self._render(tokenizer, rows, use), held_out is None))
+            prompts = self._render(tokenizer, rows, "training and validation" if val_count else "training")
+            val_count = self.val_count(len(prompts)) if held_out is None else 0
+            drawn, others = self._drawn(prompts, val_count)
+            train = self.weighted(others)
+            self._check_sizes(len(prompts), val_count, len(train))
+            self._val = self._val if held_out is not None else {"": drawn}
+            self._set_train(train)
             self._warn_of_repeats(self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
@@ -163,9 +162,6 @@ class PromptDataModule(ResumableDataModule):
                 f"{stage} needs held-out prompts; got none, as data.val_size is {self.val_size}{no_test_set}; "
                 "raise it, or name sets in data.sets"
             )
-
-    def _identity(self, row: Prompt) -> str:
-        return row.identity()
 
     def val_dataloader(self) -> FixedLoaders:
         """The validation prompts, in fixed order; a loader per set if there are several."""
@@ -210,10 +206,23 @@ class PromptDataModule(ResumableDataModule):
     def _held_out(
         self, sets: Callable[[], Mapping[str, Sequence[Row]]], single: Callable[[], Sequence[Row] | None]
     ) -> Mapping[str, Sequence[Row]] | None:
-        """The configuration's sets, or else the module's own."""
-        tables = self._tables or {}
+        """The configuration's sets, or else the module's own; a single set of these has no name, nor have its metrics.
+
+        Raises:
+            UserError: A name cannot be part of a metric's name, or a set has other things than rows.
+        """
+        owner, tables = type(self).__name__, self._tables or {}
         named = {name: table.rows(name, key=f"data.sets.{name}.path") for name, table in tables.items()} or sets()
-        return sets_by_name(named, single, type(self).__name__, keep_name=bool(tables))
+        if not isinstance(named, Mapping):
+            raise UserError(f"{owner} must give its sets by name; got {named!r:.60}; return a dictionary of rows.")
+        for name in named:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
+                raise UserError(f"sets are named by letters, digits, and . + - _; got {name!r}; rename it.")
+        found = {name: checked_rows(rows, f"{owner}'s set {name}") for name, rows in named.items()}
+        if len(found) > 1 or tables:
+            return found
+        rows = next(iter(found.values())) if found else single()
+        return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
 
     def _drawn(self, prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
         """Prompts to validate on, and the others."""
@@ -226,16 +235,6 @@ class PromptDataModule(ResumableDataModule):
             questions = f"{use}{f' on {name}' if name else ''} questions"
             warn_of_repeats(train, [(prompt.id, prompt.text, None) for prompt in prompts], questions, "accuracy")
 
-    def _split(self, prompts: list[Prompt], holds_out: bool) -> list[Prompt]:
-        """Weighted training prompts, after validation prompts are split off if there is no validation set."""
-        count = self.val_count(len(prompts)) if holds_out else 0
-        held_out, others = self._drawn(prompts, count) if count else ([], prompts)
-        train = self.weighted(others)
-        check_sizes(len(prompts), count, self.batch_size, len(train))
-        if holds_out:
-            self._val = {"": held_out}
-        return train
-
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders = [self._fixed_loader(prompts) for prompts in sets.values()]
         return loaders if len(loaders) > 1 else loaders[0]
@@ -247,34 +246,25 @@ class PromptDataModule(ResumableDataModule):
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
         """Prompts of at most `max_prompt_tokens` tokens."""
-        repeated, count = next(iter(Counter(row.id for row in rows).most_common(1)), ("", 0))
+        if not rows:
+            raise UserError(f"{use} needs rows; {type(self).__name__} returns none; correct its method")
+        ((repeated, count),) = Counter(row.id for row in rows).most_common(1)
         if count > 1:
             raise UserError(
                 f"rows must have different ids, which seed their completions; {use} has {repeated!r} {count} times; "
                 "number them"
             )
+        frame = TemplateFrame(tokenizer, self.chat_template_kwargs)
+        self._tell_of_control_tokens(frame, rows, use)
         chats: list[Chat] = [row.question if row.messages is None else row.messages for row in rows]
-        if rows:
-            frame = TemplateFrame(tokenizer, self.chat_template_kwargs)
-            self._tell_of_control_tokens(frame, rows, use)
-            if self.instruction:
-                asked = f"\n{self.instruction}"
-                chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
+        if self.instruction:
+            asked = f"\n{self.instruction}"
+            chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
         token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
-        prompts = [
-            Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)
-            for row, ids in zip(rows, token_ids, strict=True)
-            if len(ids) <= self.max_prompt_tokens
-        ]
-        if not prompts:
-            if not rows:
-                raise UserError(f"{use} needs rows; {type(self).__name__} returns none; correct its method")
-            raise UserError(
-                f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
-                f"{len(rows)} is, the shortest has {min(map(len, token_ids))}; raise it or change the filters."
-            )
-        counts = len(prompts), use, len(rows) - len(prompts), self.max_prompt_tokens
-        log.info("%d %s prompts; %d longer than max_prompt_tokens=%d dropped", *counts)
+        prompts = []
+        for index in self._short([len(ids) for ids in token_ids], "max_prompt_tokens", use):
+            row, ids = rows[index], tuple(token_ids[index])
+            prompts.append(Prompt(row.id, ids, row.question, row.reference, row.messages, row.columns))
         return prompts
 
     @staticmethod

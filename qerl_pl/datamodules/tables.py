@@ -299,61 +299,6 @@ def warn_of_repeats(
         )
 
 
-def check_sizes(total: int, held_out: int, batch_size: int, weighted: int | None = None) -> None:
-    """Refuse a training set that leaves nothing to train on, or less than a batch.
-
-    Args:
-        total: prompts in all, or rows, of which some may yet prove too long.
-        held_out: how many of them validation takes.
-        batch_size: prompts a training batch.
-        weighted: an epoch's training prompts, if these are others than those that are not held out.
-
-    Raises:
-        UserError: too few are left.
-    """
-    if held_out >= total:
-        raise UserError(
-            f"val_size must leave prompts to train on; got val_size={held_out} of {total} prompts; lower it."
-        )
-    left = total - held_out if weighted is None else weighted
-    if left < batch_size:
-        which = f" ({held_out} of {total} are held out for validation by val_size)" if held_out else ""
-        prompts = "prompts" if left == total - held_out else "weighted prompts"
-        raise UserError(
-            f"batch_size must not exceed the training set; got batch_size={batch_size} for {left} {prompts}{which}; "
-            f"lower {'one of them' if held_out else 'it'}."
-        )
-
-
-def sets_by_name(
-    named: Mapping[str, Sequence[Row]],
-    single: Callable[[], Sequence[Row] | None],
-    owner: str,
-    keep_name: bool = False,
-) -> Mapping[str, Sequence[Row]] | None:
-    """The held-out sets of a data module; the name of a single set is empty, as its metrics need none.
-
-    Args:
-        named: Sets by name.
-        single: Returns the only set if `named` is empty, or None.
-        owner: Class of the data module.
-        keep_name: Whether a single set of `named` keeps its name.
-
-    Raises:
-        UserError: A name cannot be part of a metric's name, or a set has other things than rows.
-    """
-    if not isinstance(named, Mapping):
-        raise UserError(f"{owner} must give its sets by name; got {named!r:.60}; return a dictionary of rows.")
-    for name in named:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
-            raise UserError(f"sets are named by letters, digits, and . + - _; got {name!r}; rename it.")
-    sets = {name: checked_rows(rows, f"{owner}'s set {name}") for name, rows in named.items()}
-    if len(sets) > 1 or (sets and keep_name):
-        return sets
-    rows = next(iter(sets.values())) if sets else single()
-    return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
-
-
 def draw(ids: Sequence[str], count: int, seed: int) -> list[int]:
     """Indices of ids that are drawn by seed and id, so that another token limit or filter changes few of them."""
     drawn = sorted(range(len(ids)), key=lambda index: stream_seed(seed, "held out", ids[index]))[:count]
