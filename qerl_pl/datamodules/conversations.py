@@ -163,6 +163,7 @@ class ConversationDataModule(ResumableDataModule):
         self.max_length = max_length
         self.completion_only_loss = completion_only_loss
         self.assistant_only_loss = assistant_only_loss
+        self._full_sequence = not (completion_only_loss or assistant_only_loss)
         self._val: Sequence[Conversation] = []
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
@@ -211,7 +212,7 @@ class ConversationDataModule(ResumableDataModule):
         if len(rows) < CACHED_PROMPTS or not tokenizer.is_fast:
             tensors = Conversations.packed(self._rendered(tokenizer, rows, use))
         else:
-            settings = [tokenizer.chat_template, self.chat_template_kwargs, self.system_prompt]
+            settings = [tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt]
             settings += [self.completion_only_loss, self.assistant_only_loss]
             read = ([row.get(name) for name in _COLUMNS] for row in rows)
             make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
@@ -225,25 +226,20 @@ class ConversationDataModule(ResumableDataModule):
         tokenize, begins = PartTokenizer(tokenizer), beginning(tokenizer)
         frame = cache(partial(TemplateFrame, tokenizer, self.chat_template_kwargs))  # rows as text need no template
         for start in range(0, len(rows), CACHED_PROMPTS):
-            read, parts = [], []
+            beginnings, parts = [], []
             for number, row in enumerate(rows[start : start + CACHED_PROMPTS], start=start + 1):
                 try:
-                    read.append(self._read(row, frame))
-                    parts.append(self._parts(tokenizer, row, *read[-1]))
+                    conversation, prompts = self._read(row, frame)
+                    parts.append(self._parts(tokenizer, row, conversation, prompts))
                 except UserError as error:
                     raise UserError(f"row {number} of the {use} data: {error}") from error
-            ids = tokenize([[text for text, _ in row_parts] for row_parts in parts])
-            for index, ((conversation, _), row_parts, encoded) in enumerate(
-                zip(read, parts, ids, strict=True), start=start
+                beginnings.append(begins if isinstance(conversation, str) else [])
+            token_ids = tokenize([[text for text, _ in row_parts] for row_parts in parts])
+            for index, (begin, row_parts, ids) in enumerate(
+                zip(beginnings, parts, token_ids, strict=True), start=start
             ):
-                masked = list(zip(encoded, (trained for _, trained in row_parts), strict=True))
-                begin = begins if isinstance(conversation, str) else []
-                yield _conversation(f"{use}-{index}", begin, masked, tokenizer, self._full_sequence)
-
-    @property
-    def _full_sequence(self) -> bool:
-        """Whether the loss counts the complete conversation."""
-        return not (self.completion_only_loss or self.assistant_only_loss)
+                masked = [(part, trained) for part, (_, trained) in zip(ids, row_parts, strict=True)]
+                yield self._joined(tokenizer, f"{use}-{index}", begin, masked)
 
     def _read(self, row: Mapping[str, Any], frame: Callable[[], TemplateFrame]) -> tuple[Any, Any]:
         """A row's messages, and how many of them are its prompt; or its prompt and completion, which are text."""
@@ -299,6 +295,29 @@ class ConversationDataModule(ResumableDataModule):
                 joined.append((text, one))
         return joined
 
+    def _joined(
+        self, tokenizer: PreTrainedTokenizerBase, id: str, begins: list[int], parts: list[tuple[list[int], bool]]
+    ) -> Conversation:
+        """A conversation of its parts' tokens.
+
+        Unless the full sequence is trained, a trained part ends with the end-of-sequence token behind its text, which
+        the last one always has.
+        """
+        doubled = next((ids for ids, _ in parts if ids), [])[:1] == begins  # a text may have been rendered with it
+        tokens = [] if doubled else list(begins)
+        trained, eos = [False] * len(tokens), int(tokenizer.eos_token_id)
+        for position, (ids, learned) in enumerate(parts):
+            end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
+            ended = eos in ids and not str(tokenizer.decode(ids[end:], skip_special_tokens=True)).strip()
+            if not ended:  # the text goes on behind one that it mentions
+                end = len(ids)
+            if position == len(parts) - 1:
+                ids = ids[:end] if ended else [*ids, eos]
+                end = len(ids)
+            tokens += ids
+            trained += [learned and (self._full_sequence or place < end) for place in range(len(ids))]
+        return Conversation(id, tuple(tokens), (False, *trained[1:]))
+
 
 def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
     """A list of messages; UserError for anything else."""
@@ -335,28 +354,3 @@ def _taught(answer: str) -> str:
     if not mark:
         return answer
     return f"<think>{thought.strip()}</think><answer>{without_thousands(number.strip())}</answer>"
-
-
-def _conversation(
-    id: str,
-    begins: list[int],
-    parts: list[tuple[list[int], bool]],
-    tokenizer: PreTrainedTokenizerBase,
-    full_sequence: bool,
-) -> Conversation:
-    """Join the parts' tokens; unless the full sequence is trained, a trained part ends with the end-of-sequence token
-    behind its text, which the last one always has."""
-    doubled = next((ids for ids, _ in parts if ids), [])[:1] == begins  # a text may have been rendered with it
-    tokens = [] if doubled else list(begins)
-    trained, eos = [False] * len(tokens), int(tokenizer.eos_token_id)
-    for position, (ids, learned) in enumerate(parts):
-        end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
-        ended = eos in ids and not str(tokenizer.decode(ids[end:], skip_special_tokens=True)).strip()
-        if not ended:  # the text goes on behind one that it mentions
-            end = len(ids)
-        if position == len(parts) - 1:
-            ids = ids[:end] if ended else [*ids, eos]
-            end = len(ids)
-        tokens += ids
-        trained += [learned and (full_sequence or place < end) for place in range(len(ids))]
-    return Conversation(id, tuple(tokens), (False, *trained[1:]))

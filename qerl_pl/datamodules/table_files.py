@@ -1,5 +1,6 @@
 """Files of tables: those of a folder's split, and the rows of a file."""
 
+import codecs
 import csv
 import glob
 import gzip
@@ -88,38 +89,30 @@ def read_file(file: Path) -> Sequence[Any]:
         raise UserError(f"data is needed itself; {file} is a git-lfs pointer to it; run `git lfs pull` in its folder")
     if kind == ".parquet":
         return _read_parquet(data, file)
-    text = _text(data, file)
-    if kind in (".csv", ".tsv"):
-        return _read_csv(text, "\t" if kind == ".tsv" else None, file)
-    if kind == ".json" and text.lstrip().startswith("["):
-        return list(_parsed(text, "a .json file is JSON", str(file)))
-    return _read_json_lines(text, file)
-
-
-def _text(data: bytes, file: Path) -> str:
-    """The file's text, whose lines end as they do there."""
     try:
         data = gzip.decompress(data) if file.suffix == ".gz" else data
-        return data.decode("utf-16" if data.startswith(_UTF16_MARKS) else "utf-8-sig")
+        data = data.decode("utf-16").encode() if data.startswith(_UTF16_MARKS) else data.removeprefix(codecs.BOM_UTF8)
+        if kind in (".csv", ".tsv"):
+            return _read_csv(data, "\t" if kind == ".tsv" else None, file)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file} as gzip: {first_line(error)}; check the file.") from error
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"text is UTF-8 or UTF-16; {file}: {first_line(error)}, in line {line}; convert the file."
-        ) from error
+    except UnicodeError as error:
+        raise UserError(f"text is UTF-8 or UTF-16; {file}: {first_line(error)}; convert the file.") from error
+    if kind == ".json" and data.lstrip().startswith(b"["):
+        return list(_parsed(data, "a .json file is JSON", str(file)))
+    return _read_json_lines(data, file)
 
 
-def _read_csv(text: str, delimiter: str | None, file: Path) -> list[Mapping[str, Any]]:
-    """Rows of a text whose first line names the columns; every value is text.
+def _read_csv(data: bytes, delimiter: str | None, file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a UTF-8 text whose first line names the columns; every value is text.
 
     Args:
-        text: Of the file.
+        data: The text.
         delimiter: Separates values; None takes the comma, or what a first line without commas has in its place.
         file: Names the file in errors.
     """
     csv.field_size_limit(sys.maxsize)  # of a cell; by default 131,072 characters
-    lines = io.StringIO(text, newline="")
+    lines = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
     first = lines.readline()
     lines.seek(0)
     delimiter = delimiter or next((mark for mark in ",;\t" if mark in first), ",")
@@ -133,7 +126,7 @@ def _read_csv(text: str, delimiter: str | None, file: Path) -> list[Mapping[str,
                     f"line {reader.line_num} has {'more' if None in row else 'fewer'}; quote values with commas"
                 )
             rows.append(row)
-    except csv.Error as error:
+    except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(
             f"a .csv file is comma-separated UTF-8; {file}, line {reader.line_num + 1}: {first_line(error)}; "
             "correct the line."
@@ -141,7 +134,7 @@ def _read_csv(text: str, delimiter: str | None, file: Path) -> list[Mapping[str,
     return rows
 
 
-def _read_parquet(data: bytes, file: Path) -> list[Mapping[str, Any]]:
+def _read_parquet(data: bytes, file: Path) -> Sequence[Mapping[str, Any]]:
     """Rows of a file's content: `datasets` would read its path as a pattern."""
     import pyarrow  # slow, and only for parquet
     from pyarrow.parquet import ParquetFile
@@ -153,10 +146,10 @@ def _read_parquet(data: bytes, file: Path) -> list[Mapping[str, Any]]:
         raise UserError(f"cannot read {file} as parquet: {first_line(error)}; check the file.") from error
 
 
-def _read_json_lines(text: str, file: Path) -> list[Mapping[str, Any]]:
-    """Rows of a text with their own types: `datasets` would infer types of columns, and turn text into dates."""
+def _read_json_lines(data: bytes, file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a UTF-8 text with their own types: `datasets` would infer types of columns, and turn text into dates."""
     rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(io.BytesIO(data), start=1):
         if not line.strip():
             continue
         row = _parsed(line, "each line must be a JSON object", f"{file}, line {number}")
@@ -169,11 +162,11 @@ def _read_json_lines(text: str, file: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _parsed(text: str, rule: str, place: str) -> Any:
+def _parsed(text: bytes, rule: str, place: str) -> Any:
     """The value of a JSON text, whose escaped surrogates come in pairs, as tokenizers and loggers need them."""
     try:
         value = json.loads(text)
-        if "\\ud" in text.lower():
+        if b"\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(
@@ -185,7 +178,7 @@ def _parsed(text: str, rule: str, place: str) -> Any:
     return value
 
 
-def read_hub(name: str, split: str, subset: str | None, key: str) -> list[Mapping[str, Any]]:
+def read_hub(name: str, split: str, subset: str | None, key: str) -> Sequence[Mapping[str, Any]]:
     """Rows of a data set of the hub; arguments as of `split_files`."""
     import datasets
 
