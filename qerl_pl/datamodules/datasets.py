@@ -185,8 +185,6 @@ class GSM8KDataModule(TableDataModule):
         )
         if self._has_one_split:
             self.test_split = None
-        if self._has_one_split:
-            self.test_split = None
 
     def rows_of(self, split: str) -> list[Row]:
         rows = super().rows_of(split)
