@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import CACHED_PROMPTS, render_prompt
 from qerl_pl.datamodules import ArithmeticConversations, ConversationDataModule
-from qerl_pl.datamodules.conversation_rows import Conversation, Conversations
-from qerl_pl.datamodules.conversations import ConversationBatch, padded
+from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, Conversations, padded
 from qerl_pl.errors import UserError
 from qerl_pl.toy.task import split_of
 
@@ -171,11 +170,6 @@ def test_the_tools_of_a_row_are_offered(tiny_policy_dir: Path, given: Any) -> No
     )
     assert texts(tokenizer, without)[0] == "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|>"
     assert texts(tokenizer, with_tools) == ("Use look. " + texts(tokenizer, without)[0], "2<|eos|>")
-
-
-def test_an_answer_keeps_commas_that_separate(tokenizer: PreTrainedTokenizerBase) -> None:
-    (pair,) = conversations(tokenizer, {"question": "Roots?", "answer": "So #### 1, 2"})
-    assert texts(tokenizer, pair)[1] == "<think>So</think><answer>1, 2</answer><|eos|>"
 
 
 def test_the_assistants_tokens_are_those_of_transformers(tiny_policy_dir: Path) -> None:

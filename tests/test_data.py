@@ -166,17 +166,6 @@ def test_long_prompts_are_dropped_and_counted(gsm8k: Path, tokenizer: str, caplo
     assert "3 training and validation prompts; 2 longer" in caplog.text
 
 
-def test_parquet_file(tmp_path: Path, tokenizer: str) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table({"question": ["How many ?", "How ?"], "answer": ["#### 1", "#### -2.5"]})
-    pq.write_table(table, tmp_path / "train.parquet")
-    data = GSM8KDataModule(str(tmp_path), batch_size=2, val_size=0, tokenizer=tokenizer)
-    data.setup("fit")
-    assert {prompt.reference for prompt in prompts_of(data, "train")} == {"1", "-2.5"}
-
-
 def test_a_path_is_taken_as_it_is_written(tmp_path: Path) -> None:
     """By `datasets` [1] were a choice of one, ? any letter, and :: a file within another."""
     import pyarrow as pa
@@ -188,13 +177,6 @@ def test_a_path_is_taken_as_it_is_written(tmp_path: Path) -> None:
     for name in ("run[1]", "a?", "x::y"):
         (row,) = read_table(str(tmp_path / name), "train", ("question", "answer"))
         assert row["question"] == name
-
-
-def test_local_data_needs_no_cache(gsm8k: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", gsm8k / "train.jsonl" / "no-folder")
-    data = GSM8KDataModule(str(gsm8k), batch_size=9, val_size=0, tokenizer=tokenizer)
-    data.setup("fit")
-    assert len(prompts_of(data, "train")) == 9
 
 
 # Big-Math and arithmetic ---------------------------------------------------------------------------------------------
@@ -406,6 +388,10 @@ ABSENT = "no/such-data"
 WITH_KEYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "table": (lambda _: TableDataModule(ABSENT).train_rows(), "data.path"),
     "tables": (lambda _: TableDataModule({"hard": TableConfig(ABSENT)}).train_rows(), "data.path.hard.path"),
+    "an evaluation set": (
+        lambda file: GSM8KDataModule(str(file), sets={"hard": TableConfig(ABSENT)}).setup("fit"),
+        "data.sets.hard.path",
+    ),
     "GSM8K": (lambda _: GSM8KDataModule(ABSENT).train_rows(), "data.path"),
     "Big-Math": (lambda _: BigMathDataModule(ABSENT).train_rows(), "data.path"),
     "validation": (lambda file: BigMathDataModule(str(file), val_path=ABSENT).val_rows(), "data.val_path"),
@@ -421,12 +407,6 @@ def test_data_that_are_not_there_are_told_by_their_key(gsm8k: Path, case: str, m
     read, key = WITH_KEYS[case]
     with pytest.raises(UserError, match=f"no file {ABSENT} is here, .*; correct {key}, or download"):
         read(gsm8k)
-
-
-def test_an_evaluation_set_that_is_not_there_is_told_by_its_key(gsm8k: Path, tokenizer: str) -> None:
-    sets = {"hard": TableConfig("nowhere.jsonl")}
-    with pytest.raises(UserError, match="no such file: nowhere.jsonl; correct data.sets.hard.path"):
-        GSM8KDataModule(str(gsm8k), batch_size=2, tokenizer=tokenizer, sets=sets).setup("fit")
 
 
 @pytest.mark.parametrize(("method", "use"), [("train_rows", "training"), ("val_rows", "validation")])

@@ -270,7 +270,8 @@ def options() -> str:
 
 
 def parameters(kind: type) -> set[str]:
-    return set(inspect.signature(kind).parameters)
+    """Arguments of the constructor, also of bases that it passes `**settings` on to."""
+    return set().union(*(inspect.signature(base).parameters for base in kind.__mro__[:-1]))
 
 
 @pytest.mark.parametrize("path", GUIDE, ids=pages.name)

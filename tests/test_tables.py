@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from qerl_pl.chat.continuation import ChatContinuation
 from qerl_pl.chat.template import CACHED_PROMPTS, cached_prompts, render_prompts
 from qerl_pl.cli.main import main
-from qerl_pl.datamodules import BigMathDataModule, Row, TableConfig, TableDataModule
+from qerl_pl.datamodules import BigMathDataModule, TableConfig, TableDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import row_digest
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -401,10 +401,6 @@ def test_the_page_s_example_trains(
     assert all(record["rewards"]["accuracy"] in (0.0, 1.0) for record in records)
 
 
-def test_a_row_is_a_question_without_more() -> None:
-    assert Row("a", "b") == Row("a", "b", "", None, {})
-
-
 def test_where_nothing_is_validated_no_row_is_held_out(tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"question": f"{number} ?", "answer": str(number)} for number in range(6)]
     assert TableDataModule(rows, batch_size=8, val_size=0, tokenizer=tokenizer).val_count(len(rows)) == 0
@@ -427,8 +423,7 @@ AS_TEXT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("column", ["prompt", "messages"])
-@pytest.mark.parametrize("kind", ["list", "csv", "parquet"])
+@pytest.mark.parametrize(("column", "kind"), [("prompt", "list"), ("prompt", "csv"), ("messages", "parquet")])
 @pytest.mark.parametrize("name", AS_TEXT)
 def test_messages_may_be_text(tmp_path: Path, name: str, kind: str, column: str) -> None:
     given = {column: AS_TEXT[name], "answer": "3"}

@@ -1,8 +1,8 @@
 """Data modules: prompts with reference answers."""
 
-from qerl_pl.datamodules.conversations import ArithmeticConversations, ConversationDataModule
+from qerl_pl.datamodules.conversations import ConversationDataModule
 from qerl_pl.datamodules.datasets import BigMathDataModule, GSM8KDataModule, TableDataModule
-from qerl_pl.datamodules.generated import ArithmeticDataModule, GuessingDataModule
+from qerl_pl.datamodules.generated import ArithmeticConversations, ArithmeticDataModule, GuessingDataModule
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.datamodules.tables import Row, TableConfig
 

@@ -1,6 +1,7 @@
 """What the data modules share: batches of rows, the same on all ranks, in a seeded order that checkpoints save."""
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
@@ -12,11 +13,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.datamodules.tables import check_sizes, draw
+from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
+from qerl_pl.datamodules.tables import draw
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide, within_limit
 from qerl_pl.runtime.communicator import planned_ranks
 from qerl_pl.seeds import stream_seed
+
+log = logging.getLogger("qerl_pl")
 
 
 class PromptSampler(DistributedSampler[int]):
@@ -89,9 +93,11 @@ class ResumableDataModule(LightningDataModule, ABC):
     Args:
         batch_size: Rows a training batch, over all devices.
         val_size: Rows to validate on; 0 for none.
-        val_batch_size: Rows a validation batch; None takes batch_size.
-        seed: Of the split and of the order; None takes 0.
-        tokenizer: Folder or hub name of a tokenizer; None takes the policy's.
+        val_batch_size: Rows a validation batch; null takes batch_size.
+        system_prompt: The system message of questions without their own; null sends none.
+        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
+        seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
+        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
     """
 
     prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
@@ -99,7 +105,15 @@ class ResumableDataModule(LightningDataModule, ABC):
     """Makes a batch of a list of rows."""
 
     def __init__(
-        self, batch_size: int, val_size: int, val_batch_size: int | None, seed: int | None, tokenizer: str | None
+        self,
+        *,
+        batch_size: int = 8,
+        val_size: int = 64,
+        val_batch_size: int | None = None,
+        system_prompt: str | None = SYSTEM_PROMPT,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        seed: int | None = None,
+        tokenizer: str | None = None,
     ) -> None:
         super().__init__()
         require_at_least(1, {"data.batch_size": batch_size, "data.val_batch_size": val_batch_size})
@@ -107,6 +121,9 @@ class ResumableDataModule(LightningDataModule, ABC):
         self.batch_size = batch_size
         self.val_size = val_size
         self.val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self.system_prompt = system_prompt
+        self.chat_template_kwargs = chat_template_kwargs or {}
+        check_template_kwargs(self.chat_template_kwargs)
         self.seed = 0 if seed is None else seed
         self.tokenizer = tokenizer
         self._train: Sequence[Any] = []
@@ -129,32 +146,54 @@ class ResumableDataModule(LightningDataModule, ABC):
             stage: fit, validate or test.
             rows: Training rows, of which some may yet prove too long; None if none were read.
             held_out: Rows of these that validation takes.
-            weighted: As `check_sizes` takes it.
+            weighted: An epoch's training rows, if these are others than those that are not held out.
         """
         if rows is not None:
-            check_sizes(rows, held_out, self.batch_size, weighted)
+            self._check_sizes(rows, held_out, weighted)
         if self.trainer is not None:
             if stage == "fit" and rows is not None:
                 check_ranks_divide(self.batch_size, planned_ranks(self.trainer))
                 check_intervals(self.trainer, self._batches(rows - held_out if weighted is None else weighted))
             check_first(self.trainer, stage)
 
-    def _hold_out(self, rows: list[Any], count: int) -> tuple[list[Any], list[Any]]:
-        """Rows to validate on, drawn by seed and id, and the others."""
-        held_out = draw(rows, count, self.seed)
-        ids = {row.id for row in held_out}
-        return held_out, [row for row in rows if row.id not in ids]
+    def _check_sizes(self, rows: int, held_out: int, weighted: int | None = None) -> None:
+        """Refuse training rows that leave nothing to train on, or less than a batch; arguments as above."""
+        if held_out >= rows:
+            raise UserError(
+                f"val_size must leave prompts to train on; got val_size={held_out} of {rows} prompts; lower it."
+            )
+        left = rows - held_out if weighted is None else weighted
+        if left < self.batch_size:
+            which = f" ({held_out} of {rows} are held out for validation by val_size)" if held_out else ""
+            raise UserError(
+                f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {left} "
+                f"{'' if left == rows - held_out else 'weighted '}prompts{which}; "
+                f"lower {'one of them' if held_out else 'it'}."
+            )
+
+    def _short(self, lengths: Sequence[int], limit: str, use: str) -> list[int]:
+        """Indices of the rows whose tokens are within the limit of that name; UserError if there is none."""
+        most, rows = getattr(self, limit), self._content.removeprefix("training ")
+        short = [index for index, length in enumerate(lengths) if length <= most]
+        if not short:
+            raise UserError(
+                f"{use} needs {rows} of at most {limit}={most} tokens; none of {len(lengths)} is, the shortest has "
+                f"{min(lengths)}; raise it, or choose other rows."
+            )
+        log.info(f"{len(short)} {use} {rows}; {len(lengths) - len(short)} longer than {limit}={most} dropped")
+        return short
+
+    def _hold_out(self, ids: Sequence[str], count: int) -> tuple[list[int], list[int]]:
+        """Indices of the rows to validate on, drawn by seed and id, and of the others."""
+        held_out = draw(ids, count, self.seed)
+        return held_out, sorted({*range(len(ids))} - {*held_out})
 
     def _set_train(self, rows: Sequence[Any]) -> None:
         self._train = rows
         digest = hashlib.sha256()
         for row in rows:
-            digest.update(self._identity(row).encode())
+            digest.update(row.identity().encode())
         self._digest = digest.hexdigest()
-
-    def _identity(self, row: Any) -> str:
-        """Text of a rendered row, equal in every process."""
-        return repr(row)
 
     @property
     def batches_per_epoch(self) -> int:

@@ -2,10 +2,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,30 +13,19 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import (
-    CACHED_PROMPTS,
-    SYSTEM_PROMPT,
-    TemplateFrame,
-    cached_tensors,
-    check_template_kwargs,
-    render_conversation,
-)
+from qerl_pl.chat.template import CACHED_PROMPTS, TemplateFrame, cached_tensors, messages_of, render_conversation
 from qerl_pl.chat.text_parts import PartTokenizer, beginning
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
-from qerl_pl.datamodules.conversation_rows import Conversation, Conversations
 from qerl_pl.datamodules.tables import (
     ANSWER_MARK,
-    check_sizes,
-    draw,
     messages_of_text,
     read_table,
     table_source,
-    warn_of_shared,
+    warn_of_repeats,
     without_thousands,
 )
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import check_intervals
-from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 log = logging.getLogger("qerl_pl")
 
@@ -44,11 +33,66 @@ _FORMATS = "prompt and completion, messages, or question and answer"
 _COLUMNS = ("prompt", "completion", "messages", "question", "answer", "tools")
 
 
-class _Named(NamedTuple):
-    """A row to draw."""
+@dataclass(frozen=True)
+class Conversation:
+    """One row of a data set, rendered."""
 
     id: str
-    row: int
+    token_ids: tuple[int, ...]
+    trained: tuple[bool, ...]
+    """Of each token, whether the loss counts it; False for the first, which nothing predicts."""
+
+    def identity(self) -> str:
+        """Text of the row, equal in every process."""
+        return repr(self)
+
+    @property
+    def prompt_and_answer(self) -> tuple[int, int]:
+        """Hashes of the tokens before the last that train, and of those; of all and none where all train."""
+        start = len(self.trained) - self.trained[::-1].index(False) if False in self.trained else 0
+        start = start if start > 1 else len(self.token_ids)
+        return hash(self.token_ids[:start]), hash(self.token_ids[start:])
+
+
+class Conversations(Sequence[Conversation]):
+    """Conversations that are made when they are read: as Python's numbers they take seven times the memory.
+
+    Args:
+        use: First part of their ids.
+        tensors: Of all rows, see `packed`.
+        rows: Indices of those that are in it.
+    """
+
+    def __init__(self, use: str, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> None:
+        self._use, self._tensors, self._rows = use, tensors, rows
+        self._ends = tensors["lengths"].cumsum(0)
+
+    @staticmethod
+    def packed(conversations: Iterable[Conversation]) -> dict[str, Tensor]:
+        """Tokens int32 [T] and what trains of them bool [T], of all rows, and each row's length int64."""
+        pairs = [(torch.tensor(row.token_ids, dtype=torch.int32), torch.tensor(row.trained)) for row in conversations]
+        tokens, trained = zip(*pairs, strict=True)
+        lengths = torch.tensor([len(row) for row in tokens])
+        return {"tokens": torch.cat(tokens), "trained": torch.cat(trained), "lengths": lengths}
+
+    @property
+    def ids(self) -> list[str]:
+        """Of each row."""
+        return [f"{self._use}-{row}" for row in self._rows]
+
+    def take(self, indices: Sequence[int]) -> "Conversations":
+        """Those at these indices."""
+        return Conversations(self._use, self._tensors, [self._rows[index] for index in indices])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Conversation:  # type: ignore[override] # no slices
+        row = self._rows[index]
+        end = int(self._ends[row])
+        part = slice(end - int(self._tensors["lengths"][row]), end)
+        tokens, trained = (tuple(self._tensors[name][part].tolist()) for name in ("tokens", "trained"))
+        return Conversation(f"{self._use}-{row}", tokens, trained)
 
 
 @dataclass(frozen=True)
@@ -89,17 +133,11 @@ class ConversationDataModule(ResumableDataModule):
         path: JSONL or parquet file, folder with a file per split, hub name, or a list of rows (dictionaries).
         split: Split of the table; a single file has none.
         subset: Configuration of a hub data set or its folder; files have none.
-        batch_size: Conversations an optimizer step, over all devices.
-        val_size: Conversations held out to validate on; 0 for none.
-        val_batch_size: Conversations a validation batch; null takes batch_size.
         max_length: Limit of tokens; longer conversations are dropped, and counted in the log.
         completion_only_loss: Train on the completion alone, of `messages` on the last message; false trains on the
             whole conversation.
         assistant_only_loss: Train on each message of the assistant instead.
-        system_prompt: The system message of rows with `question` and `answer`; null sends none.
-        chat_template_kwargs: More arguments of the chat template, such as `enable_thinking: false`.
-        seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
+        settings: Of `ResumableDataModule`; the system prompt is that of rows with `question` and `answer`.
     """
 
     _content = "training conversations"
@@ -111,18 +149,13 @@ class ConversationDataModule(ResumableDataModule):
         path: str | list[dict[str, Any]],
         split: str = "train",
         subset: str | None = None,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
+        *,
         max_length: int = 1024,
         completion_only_loss: bool = True,
         assistant_only_loss: bool = False,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        seed: int | None = None,
-        tokenizer: str | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, seed, tokenizer)
+        super().__init__(**settings)
         require_at_least(1, {"data.max_length": max_length})
         self.path = table_source(path)
         self.split = split
@@ -130,9 +163,7 @@ class ConversationDataModule(ResumableDataModule):
         self.max_length = max_length
         self.completion_only_loss = completion_only_loss
         self.assistant_only_loss = assistant_only_loss
-        self.system_prompt = system_prompt
-        self.chat_template_kwargs = chat_template_kwargs
-        check_template_kwargs(chat_template_kwargs or {})
+        self._full_sequence = not (completion_only_loss or assistant_only_loss)
         self._val: Sequence[Conversation] = []
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
@@ -158,29 +189,17 @@ class ConversationDataModule(ResumableDataModule):
         self._check_settings(stage, len(rows), held_out)
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         train = self._render(tokenizer, rows, "training")
-        check_sizes(len(train), held_out, self.batch_size)
+        self._check_sizes(len(train), held_out)
         if val_rows is None:
-            self._val, train = self._hold_out(train, self.val_size)
+            self._val, train = (train.take(indices) for indices in self._hold_out(train.ids, self.val_size))
         elif self.val_size:
             self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
         self._set_train(train)
-        self._warn_of_repeats()
+        if self._val:
+            held_out_rows = [(row.id, *row.prompt_and_answer) for row in self._val]
+            warn_of_repeats((row.prompt_and_answer for row in train), held_out_rows, "validation rows", "the loss")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
-
-    def _warn_of_repeats(self) -> None:
-        """Warn of held-out rows that are trained on, and of those whose prompt has its only answer there."""
-        if not self._val:
-            return
-        answers: dict[int, set[int]] = {}
-        for prompt, answer in (row.prompt_and_answer for row in self._train):
-            answers.setdefault(hash(prompt), set()).add(hash(answer))
-        shared = []
-        for row in self._val:
-            prompt, answer = row.prompt_and_answer
-            known = answers.get(hash(prompt), set())
-            shared += [row.id] if hash(answer) in known or len(known) == 1 else []
-        warn_of_shared(shared, len(self._val), "validation rows", "the loss")
 
     def val_dataloader(self) -> DataLoader[ConversationBatch]:
         """The held-out conversations, in fixed order."""
@@ -193,21 +212,12 @@ class ConversationDataModule(ResumableDataModule):
         if len(rows) < CACHED_PROMPTS or not tokenizer.is_fast:
             tensors = Conversations.packed(self._rendered(tokenizer, rows, use))
         else:
-            settings = [tokenizer.chat_template, self.chat_template_kwargs, self.system_prompt]
+            settings = [tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt]
             settings += [self.completion_only_loss, self.assistant_only_loss]
             read = ([row.get(name) for name in _COLUMNS] for row in rows)
             make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
             tensors = cached_tensors("conversations", tokenizer, settings, read, make)
-        lengths = tensors["lengths"].tolist()
-        kept = [row for row, length in enumerate(lengths) if length <= self.max_length]
-        if not kept:
-            raise UserError(
-                f"{use} needs conversations of at most max_length={self.max_length} tokens; none of {len(rows)} is, "
-                f"the shortest has {min(lengths)}; raise it."
-            )
-        counts = len(kept), use, len(rows) - len(kept), self.max_length
-        log.info("%d %s conversations; %d longer than max_length=%d dropped", *counts)
-        return Conversations(use, tensors, kept)
+        return Conversations(use, tensors, self._short(tensors["lengths"].tolist(), "max_length", use))
 
     def _rendered(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
@@ -216,37 +226,54 @@ class ConversationDataModule(ResumableDataModule):
         tokenize, begins = PartTokenizer(tokenizer), beginning(tokenizer)
         frame = cache(partial(TemplateFrame, tokenizer, self.chat_template_kwargs))  # rows as text need no template
         for start in range(0, len(rows), CACHED_PROMPTS):
-            readable, parts = [], []
+            beginnings, parts = [], []
             for number, row in enumerate(rows[start : start + CACHED_PROMPTS], start=start + 1):
                 try:
-                    readable.append(_readable(row, frame))
-                    parts.append(self._parts(tokenizer, readable[-1]))
+                    conversation, prompts = self._read(row, frame)
+                    parts.append(self._parts(tokenizer, row, conversation, prompts))
                 except UserError as error:
                     raise UserError(f"row {number} of the {use} data: {error}") from error
-            ids = tokenize([[text for text, _ in row_parts] for row_parts in parts])
-            for index, (row, row_parts, encoded) in enumerate(zip(readable, parts, ids, strict=True), start=start):
-                masked = list(zip(encoded, (trained for _, trained in row_parts), strict=True))
-                begin = begins if _is_text(row) else []
-                yield _conversation(f"{use}-{index}", begin, masked, tokenizer, self._full_sequence)
+                beginnings.append(begins if isinstance(conversation, str) else [])
+            token_ids = tokenize([[text for text, _ in row_parts] for row_parts in parts])
+            for index, (begin, row_parts, ids) in enumerate(
+                zip(beginnings, parts, token_ids, strict=True), start=start
+            ):
+                masked = [(part, trained) for part, (_, trained) in zip(ids, row_parts, strict=True)]
+                yield self._joined(tokenizer, f"{use}-{index}", begin, masked)
 
-    def _hold_out(self, rows: Conversations, count: int) -> tuple[Conversations, Conversations]:  # type: ignore[override]
-        """As for other rows, without making them."""
-        held_out = {one.row: None for one in draw([_Named(rows.name(row), row) for row in rows.rows], count, self.seed)}
-        return rows.take([*held_out]), rows.take([row for row in rows.rows if row not in held_out])
+    def _read(self, row: Mapping[str, Any], frame: Callable[[], TemplateFrame]) -> tuple[Any, Any]:
+        """A row's messages, and how many of them are its prompt; or its prompt and completion, which are text."""
+        messages, prompt = (messages_of_text(row.get(name), f"column {name}") for name in ("messages", "prompt"))
+        completion, question, answer = (row.get(name) for name in ("completion", "question", "answer"))
+        if isinstance(prompt, list):
+            completion = messages_of_text(completion, "column completion")
+        if isinstance(prompt, str) and isinstance(completion, str):
+            return prompt, completion
+        if messages is not None:
+            return _checked(messages, "messages"), 0
+        if prompt is not None and completion is not None:
+            prompt = _checked(prompt, "prompt")
+            return [*prompt, *_checked(completion, "completion")], len(prompt)
+        if question is None or answer is None:
+            columns = ", ".join(name for name, value in row.items() if value is not None)
+            raise UserError(f"conversations have the columns {_FORMATS}; got {columns or 'nothing'}; rename them")
+        question, answer = str(question), str(answer)
+        if not (question.strip() and answer.strip()):
+            raise UserError("a question and its answer must not be empty; fill them in, or remove the row")
+        if frame().made(question):
+            return question, _taught(answer)
+        asked = messages_of(question, self.system_prompt)
+        return [*asked, {"role": "assistant", "content": _taught(answer)}], len(asked)
 
-    @property
-    def _full_sequence(self) -> bool:
-        """Whether the loss counts the complete conversation."""
-        return not (self.completion_only_loss or self.assistant_only_loss)
-
-    def _parts(self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-        """Segments of a row's text, each with whether it trains; the last one does."""
+    def _parts(
+        self, tokenizer: PreTrainedTokenizerBase, row: Mapping[str, Any], messages: Any, prompts: Any
+    ) -> list[tuple[str, bool]]:
+        """Segments of a row's text, each with whether it trains; the last one does; see `_read`."""
         full_sequence = self._full_sequence
-        if _is_text(row):
+        if isinstance(messages, str):
             if self.assistant_only_loss:
                 raise UserError("assistant_only_loss needs messages; got a prompt that is text; set it to false")
-            return [(row["prompt"], full_sequence), (row["completion"], True)]
-        messages, prompts = self._messages(row)
+            return [(messages, full_sequence), (prompts, True)]
         assistant = [
             index
             for index, message in enumerate(messages)
@@ -268,58 +295,44 @@ class ConversationDataModule(ResumableDataModule):
                 joined.append((text, one))
         return joined
 
-    def _messages(self, row: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
-        """A row's messages, and how many of them are its prompt."""
-        if row.get("messages") is not None:
-            return _checked(row["messages"], "messages"), 0
-        if row.get("prompt") is not None and row.get("completion") is not None:
-            prompt = _checked(row["prompt"], "prompt")
-            return [*prompt, *_checked(row["completion"], "completion")], len(prompt)
-        if row.get("question") is None or row.get("answer") is None:
-            columns = ", ".join(name for name, value in row.items() if value is not None)
-            raise UserError(f"conversations have the columns {_FORMATS}; got {columns or 'nothing'}; rename them")
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        question = {"role": "user", "content": str(row["question"])}
-        return [*system, question, {"role": "assistant", "content": _taught(str(row["answer"]))}], len(system) + 1
+    def _joined(
+        self, tokenizer: PreTrainedTokenizerBase, id: str, begins: list[int], parts: list[tuple[list[int], bool]]
+    ) -> Conversation:
+        """A conversation of its parts' tokens.
 
-
-def _readable(row: Mapping[str, Any], frame: Callable[[], TemplateFrame]) -> Mapping[str, Any]:
-    """A row with messages in place of their text, and prompt and completion of a question that is rendered already.
-
-    Raises:
-        UserError: Messages cannot be read, or a question or an answer is empty.
-    """
-    read = {**row} | {name: messages_of_text(row.get(name), f"column {name}") for name in ("messages", "prompt")}
-    if isinstance(read["prompt"], list):
-        read["completion"] = messages_of_text(row.get("completion"), "column completion")
-    has_messages = read["messages"] is not None or None not in (read["prompt"], read.get("completion"))
-    if has_messages or row.get("question") is None or row.get("answer") is None:
-        return read
-    question, answer = str(row["question"]), str(row["answer"])
-    if not (question.strip() and answer.strip()):
-        raise UserError("a question and its answer must not be empty; fill them in, or remove the row")
-    if frame().made(question):
-        return {"prompt": question, "completion": _taught(answer)}
-    return read
+        Unless the full sequence is trained, a trained part ends with the end-of-sequence token behind its text, which
+        the last one always has.
+        """
+        doubled = next((ids for ids, _ in parts if ids), [])[:1] == begins  # a text may have been rendered with it
+        tokens = [] if doubled else list(begins)
+        trained, eos = [False] * len(tokens), int(tokenizer.eos_token_id)
+        for position, (ids, learned) in enumerate(parts):
+            end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
+            ended = eos in ids and not str(tokenizer.decode(ids[end:], skip_special_tokens=True)).strip()
+            if not ended:  # the text goes on behind one that it mentions
+                end = len(ids)
+            if position == len(parts) - 1:
+                ids = ids[:end] if ended else [*ids, eos]
+                end = len(ids)
+            tokens += ids
+            trained += [learned and (self._full_sequence or place < end) for place in range(len(ids))]
+        return Conversation(id, tuple(tokens), (False, *trained[1:]))
 
 
 def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
     """A list of messages; UserError for anything else."""
-    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(
+            isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one for one in messages
+        )
+    ):
         raise UserError(
             f"the column {column} must have a list of messages with role and content, or prompt and completion text; "
             f"got {messages!r:.60}; correct it"
         )
     return messages
-
-
-def _is_text(row: Mapping[str, Any]) -> bool:
-    """Whether a row's prompt and completion are plain text, to which no chat template is applied."""
-    return isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str)
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
 
 
 def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -341,83 +354,3 @@ def _taught(answer: str) -> str:
     if not mark:
         return answer
     return f"<think>{thought.strip()}</think><answer>{without_thousands(number.strip())}</answer>"
-
-
-def _conversation(
-    id: str,
-    begins: list[int],
-    parts: list[tuple[list[int], bool]],
-    tokenizer: PreTrainedTokenizerBase,
-    full_sequence: bool,
-) -> Conversation:
-    """Join the parts' tokens; unless the full sequence is trained, a trained part ends with the end-of-sequence token
-    behind its text, which the last one always has."""
-    doubled = next((ids for ids, _ in parts if ids), [])[:1] == begins  # a text may have been rendered with it
-    tokens = [] if doubled else list(begins)
-    trained, eos = [False] * len(tokens), int(tokenizer.eos_token_id)
-    for position, (ids, learned) in enumerate(parts):
-        end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)
-        ended = eos in ids and not str(tokenizer.decode(ids[end:], skip_special_tokens=True)).strip()
-        if not ended:  # the text goes on behind one that it mentions
-            end = len(ids)
-        if position == len(parts) - 1:
-            ids = ids[:end] if ended else [*ids, eos]
-            end = len(ids)
-        tokens += ids
-        trained += [learned and (full_sequence or place < end) for place in range(len(ids))]
-    return Conversation(id, tuple(tokens), (False, *trained[1:]))
-
-
-class ArithmeticConversations(ConversationDataModule):
-    """Word problems whose answer is a sum, with careful solutions; training and validation have no sum in common.
-
-    Args:
-        task: Difficulty of the problems.
-        train_size: Problems of the training set.
-        batch_size: Conversations an optimizer step, over all devices.
-        val_size: Conversations to validate on; 0 for none.
-        val_batch_size: Conversations a validation batch; null takes batch_size.
-        max_length: Limit of tokens; longer conversations are dropped, and counted in the log.
-        completion_only_loss: Train on the solution alone; false trains on the problem, too.
-        system_prompt: The system message; null sends none.
-        seed: Seed of the order; null takes the run's. The problems have their own, in the task.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
-    """
-
-    def __init__(
-        self,
-        task: ArithmeticTask = ArithmeticTask(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        train_size: int = 4096,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
-        max_length: int = 256,
-        completion_only_loss: bool = True,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int | None = None,
-        tokenizer: str | None = None,
-    ) -> None:
-        super().__init__(
-            [],
-            batch_size=batch_size,
-            val_size=val_size,
-            val_batch_size=val_batch_size,
-            max_length=max_length,
-            completion_only_loss=completion_only_loss,
-            system_prompt=system_prompt,
-            seed=seed,
-            tokenizer=tokenizer,
-        )
-        require_at_least(1, {"data.train_size": train_size})
-        self.task = task
-        self.train_size = train_size
-
-    def train_rows(self) -> Sequence[Mapping[str, Any]]:
-        return self._rows("train", self.train_size)
-
-    def val_rows(self) -> Sequence[Mapping[str, Any]]:
-        return self._rows("validation", self.val_size)
-
-    def _rows(self, split: Split, size: int) -> list[dict[str, str]]:
-        problems = (self.task.problem(index, split) for index in range(size))
-        return [{"question": problem.question, "answer": careful_demonstration(problem)} for problem in problems]

@@ -1,17 +1,17 @@
-"""Data modules of any table, of GSM8K (arXiv 2110.14168), Big-Math and synthetic sums."""
+"""Data modules of any table, and its presets for GSM8K (arXiv 2110.14168) and Big-Math."""
 
 import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.datamodules.table_files import split_files
-from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, check_prompt, draw, read_table, table_source
+from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, table_source
 from qerl_pl.errors import UserError
 from qerl_pl.types import Prompt
 
@@ -38,8 +38,8 @@ class TableDataModule(PromptDataModule):
         answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one. Only of
             a single table.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        settings: Of `PromptDataModule`. Of a table that `val_size` would leave too few prompts to train on, a fifth is
-            held out.
+        settings: Of `PromptDataModule` and `ResumableDataModule`. Of a table that `val_size` would leave too few
+            prompts to train on, a fifth is held out.
     """
 
     def __init__(
@@ -90,7 +90,11 @@ class TableDataModule(PromptDataModule):
     def rows_of(self, split: str) -> list[Row]:
         """Rows of a split of the single table."""
         table = TableConfig(cast(Any, self.path), split, self.subset, self.question, self.answer)
-        return table.rows(split)
+        return table.rows(split, select=self.select)
+
+    def select(self, table: Sequence[Mapping[str, Any]]) -> Iterable[int]:
+        """Indices of the rows to take of the single table: all."""
+        return range(len(table))
 
     def val_count(self, rows: int) -> int:
         """`val_size`, or a fifth of the rows, if fewer, where that leaves less than half of them or than a batch."""
@@ -109,16 +113,14 @@ class TableDataModule(PromptDataModule):
             count = round(table.weight * len(own))
             if not count:
                 log.warning(
-                    "no prompt of table %s is trained on: %d have at most max_prompt_tokens=%d, the weight is %g; "
-                    "raise one of these, or leave the table out",
-                    name,
-                    len(own),
-                    self.max_prompt_tokens,
-                    table.weight,
+                    f"no prompt of table {name} is trained on: {len(own)} have at most max_prompt_tokens="
+                    f"{self.max_prompt_tokens}, the weight is {table.weight:g}; raise one of these, or leave the table "
+                    "out"
                 )
-            for repeat in range(1, math.ceil(count / len(own)) + 1 if own else 1):
-                drawn = draw(own, count - (repeat - 1) * len(own), self.seed)
-                taken += [replace(one, id=f"{one.id}#{repeat}") if repeat > 1 else one for one in drawn]
+            ids = [prompt.id for prompt in own]
+            for repeat, start in enumerate(range(0, count, len(own) or 1), start=1):
+                ends = f"#{repeat}" if repeat > 1 else ""
+                taken += [replace(own[index], id=ids[index] + ends) for index in draw(ids, count - start, self.seed)]
         return taken
 
     def weighted_count(self, rows: Sequence[Row], held_out: int) -> int:
@@ -158,28 +160,27 @@ class GSM8KDataModule(TableDataModule):
     Args:
         path: Hub name, a folder with train.jsonl and test.jsonl (or parquet), or a single file to train on.
         subset: Configuration of a hub data set or its folder; files have none.
-        val_split: Split of the validation prompts, such as test; null splits them off the training split.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        settings: Of `PromptDataModule`.
+        settings: Of `TableDataModule`.
     """
+
+    val_count = PromptDataModule.val_count
 
     def __init__(
         self,
         path: str = "openai/gsm8k",
         subset: str | None = "main",
-        val_split: str | None = None,
         max_prompt_tokens: int = 256,
         **settings: Any,
     ) -> None:
         super().__init__(
             path,
             split="train",
-            val_split=val_split,
             test_split="test",
             subset=subset,
-            max_prompt_tokens=max_prompt_tokens,
             question="question",
             answer="answer",
+            max_prompt_tokens=max_prompt_tokens,
             **settings,
         )
         if self._has_one_split:
@@ -196,9 +197,6 @@ class GSM8KDataModule(TableDataModule):
                 )
         return rows
 
-    def val_count(self, rows: int) -> int:
-        return self.val_size
-
 
 def level_of(row: Mapping[str, Any]) -> int | None:
     """Difficulty of a row, 1 to 5: its column `level` (3 or "Level 3"), else by its solve rate; None without both.
@@ -209,22 +207,32 @@ def level_of(row: Mapping[str, Any]) -> int | None:
         digits = re.search(r"\d+", str(row["level"]))
         return int(digits.group()) if digits else None
     rate = solve_rate_of(row)
-    return None if rate is None else _LEVELS - min(_LEVELS - 1, math.floor(rate * _LEVELS))
+    return None if math.isnan(rate) else _LEVELS - min(_LEVELS - 1, math.floor(rate * _LEVELS))
 
 
-def solve_rate_of(row: Mapping[str, Any]) -> float | None:
-    """Fraction of correct answers of Llama-3.1-8B, 0 to 1; None if the row has no such number."""
+def solve_rate_of(row: Mapping[str, Any]) -> float:
+    """Fraction of correct answers of Llama-3.1-8B, 0 to 1; NaN if the row has no such number."""
     try:
         rate = float(row.get(_RATE, math.nan))
     except (TypeError, ValueError):
-        return None
-    return rate if 0 <= rate <= 1 else None
+        return math.nan
+    return rate if 0 <= rate <= 1 else math.nan
 
 
-class BigMathDataModule(PromptDataModule):
+_FILTERS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], Any], bool]]] = {
+    "min_solve_rate": ((_RATE,), lambda row, least: solve_rate_of(row) >= least),
+    "max_solve_rate": ((_RATE,), lambda row, most: solve_rate_of(row) <= most),
+    "levels": (("level", _RATE), lambda row, levels: level_of(row) in levels),
+    "sources": (("source",), lambda row, sources: row.get("source") in sources),
+}
+"""Columns that a filter needs, and whether it keeps a row, by argument."""
+
+
+class BigMathDataModule(TableDataModule):
     """Big-Math: columns `problem` and `answer`; `source`, `llama8b_solve_rate` and `level` for the filters.
 
-    A filter also drops rows without its column. Training rows with an empty answer are dropped.
+    A filter also drops rows without its column. Training rows with an empty answer are dropped. An answer is the
+    reference as it is written.
 
     Args:
         path: Hub name, a folder with train.jsonl or train.parquet, or a single file.
@@ -235,9 +243,10 @@ class BigMathDataModule(PromptDataModule):
         sources: Values of the column source to keep; null keeps all.
         val_path: Table to validate on, with columns problem and answer (a file, or a hub name with a split test, such
             as HuggingFaceH4/MATH-500); null splits val_size prompts off the training rows.
-        max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        settings: Of `PromptDataModule`.
+        settings: Of `TableDataModule`.
     """
+
+    val_count = PromptDataModule.val_count
 
     def __init__(
         self,
@@ -247,106 +256,72 @@ class BigMathDataModule(PromptDataModule):
         levels: Sequence[int] | None = None,
         sources: Sequence[str] | None = None,
         val_path: str | None = None,
-        max_prompt_tokens: int = 1024,
         **settings: Any,
     ) -> None:
-        super().__init__(max_prompt_tokens=max_prompt_tokens, **settings)
-        self.path = table_source(path)
-        self.min_solve_rate = min_solve_rate
-        self.max_solve_rate = max_solve_rate
-        self.levels = None if levels is None else tuple(levels)
-        self.sources = None if sources is None else tuple(sources)
+        super().__init__(
+            path,
+            split="train",
+            val_split=None,
+            test_split=None,
+            subset=None,
+            question="problem",
+            answer="answer",
+            **settings,
+        )
+        filters = {
+            "min_solve_rate": min_solve_rate,
+            "max_solve_rate": max_solve_rate,
+            "levels": levels,
+            "sources": sources,
+        }
+        self.filters: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
         self.val_path = None if val_path is None else table_source(val_path, "data.val_path")
 
-    def train_rows(self) -> Sequence[Row]:
-        table = read_table(self.path, "train", ("problem", "answer"))
-        self._check_columns(table)
-        rows = _rows(table, "train", self._keeps, self.path)
-        if not rows:
-            raise UserError(
-                f"the filters must leave rows; none of {len(table)} of {self.path} passes {self._filters()}; "
-                "widen them."
-            )
-        log.info("%d of %d rows of %s pass %s", len(rows), len(table), self.path, self._filters() or "(no filter)")
-        return _with_answers(rows, self.path)
+    def rows_of(self, split: str) -> list[Row]:
+        return _as_written(super().rows_of(split))
 
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_path is None:
             return None
         val_files = {file.resolve() for file in split_files(self.val_path, "test", "data.val_path")}
-        if val_files & {file.resolve() for file in split_files(self.path, "train", "data.path")}:
+        if val_files & {file.resolve() for file in split_files(cast(str, self.path), "train", "data.path")}:
             raise UserError(
                 f"val_path must be another table than is trained on; got val_path={self.val_path} and "
                 f"path={self.path}; name another, or set it to null to hold prompts out."
             )
-        table = read_table(self.val_path, "test", ("problem", "answer"), key="data.val_path")
-        rows = _rows(table, "validation", lambda row: True, self.val_path)
-        for number, row in enumerate(rows, start=1):
-            if not row.reference.strip():
-                raise UserError(f"an answer must not be empty; row {number} of {self.val_path} has none; correct it.")
-        return rows
+        table = TableConfig(self.val_path, "test", question="problem", answer="answer")
+        return _as_written(table.rows("validation", key="data.val_path"))
 
-    def _filters(self) -> dict[str, Any]:
-        """The filters that are set, by argument."""
-        filters = {
-            "min_solve_rate": self.min_solve_rate,
-            "max_solve_rate": self.max_solve_rate,
-            "levels": self.levels,
-            "sources": self.sources,
-        }
-        return {name: value for name, value in filters.items() if value is not None}
-
-    def _check_columns(self, table: Sequence[Mapping[str, Any]]) -> None:
-        needs = {
-            "min_solve_rate": (_RATE,),
-            "max_solve_rate": (_RATE,),
-            "levels": ("level", _RATE),
-            "sources": ("source",),
-        }
-        for name in self._filters():
-            if not any(row.get(column) is not None for row in table for column in needs[name]):
+    def select(self, table: Sequence[Mapping[str, Any]]) -> Iterable[int]:
+        """Indices of the rows that pass the filters and have an answer: without one no completion is correct."""
+        passing = list(range(len(table)))
+        for name, value in self.filters.items():
+            columns, keeps = _FILTERS[name]
+            if not any(row.get(column) is not None for row in table for column in columns):
                 raise UserError(
-                    f"{name} filters by the column {' or '.join(needs[name])}; {self.path} has {', '.join(table[0])}; "
+                    f"{name} filters by the column {' or '.join(columns)}; {self.path} has {', '.join(table[0])}; "
                     "unset the filter."
                 )
-
-    def _keeps(self, row: Mapping[str, Any]) -> bool:
-        rate = solve_rate_of(row)
-        if self.min_solve_rate is not None and (rate is None or rate < self.min_solve_rate):
-            return False
-        if self.max_solve_rate is not None and (rate is None or rate > self.max_solve_rate):
-            return False
-        if self.levels is not None and level_of(row) not in self.levels:
-            return False
-        return self.sources is None or row.get("source") in self.sources
-
-
-def _rows(
-    table: Sequence[Mapping[str, Any]], split: str, keeps: Callable[[Mapping[str, Any]], bool], source: str
-) -> list[Row]:
-    """Rows that pass a filter, with the ids of the unfiltered table."""
-    rows = []
-    for index, row in enumerate(table):
-        if keeps(row):
-            check_prompt(str(row["problem"]), index, source)
-            rows.append(Row(f"{split}-{index}", str(row["problem"]), str(row["answer"]), columns=row))
-    return rows
+            passing = [index for index in passing if keeps(table[index], value)]
+        if not passing:
+            raise UserError(
+                f"the filters must leave rows; none of {len(table)} of {self.path} passes {self.filters}; widen them."
+            )
+        log.info("%d of %d rows of %s pass %s", len(passing), len(table), self.path, self.filters or "(no filter)")
+        empty = [index for index in passing if not str(table[index]["answer"]).strip()]
+        if len(empty) == len(passing):
+            raise UserError(
+                f"an answer must not be empty; none of {len(empty)} rows of {self.path} has one; correct it, or "
+                "data.path."
+            )
+        if empty:
+            log.warning(
+                f"{len(empty)} of {len(passing)} rows of {self.path} have an empty answer, row {empty[0] + 1} the "
+                "first: they are left out"
+            )
+        return sorted({*passing} - {*empty})
 
 
-def _with_answers(rows: Sequence[Row], path: str) -> list[Row]:
-    """Rows with an answer: without a reference no completion is correct."""
-    answered = [row for row in rows if row.reference.strip()]
-    if not answered:
-        raise UserError(
-            f"an answer must not be empty; none of {len(rows)} rows of {path} has one; correct it, or data.path."
-        )
-    if len(answered) < len(rows):
-        first = next(row for row in rows if not row.reference.strip())
-        log.warning(
-            "%d of %d rows of %s have an empty answer, row %d the first: they are left out",
-            len(rows) - len(answered),
-            len(rows),
-            path,
-            int(first.id.rpartition("-")[2]) + 1,
-        )
-    return answered
+def _as_written(rows: Sequence[Row]) -> list[Row]:
+    """The rows with the column of the answer as their reference."""
+    return [replace(row, reference=str(row.columns["answer"])) for row in rows]

@@ -1,13 +1,14 @@
 """Generated data: sums of the toy policy, and games that an environment plays with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qerl_pl.datamodules.conversations import ConversationDataModule
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.datamodules.tables import Row
 from qerl_pl.errors import require_at_least
 from qerl_pl.toy.game import GuessingGame
-from qerl_pl.toy.task import ArithmeticTask, Split
+from qerl_pl.toy.task import ArithmeticTask, Split, careful_demonstration
 
 
 class _GeneratedDataModule(PromptDataModule):
@@ -85,3 +86,36 @@ class GuessingDataModule(_GeneratedDataModule):
     def problem(self, index: int, split: Split) -> tuple[str, str]:
         question, number = self.game.problem(index, split)
         return question, str(number)
+
+
+class ArithmeticConversations(ConversationDataModule):
+    """Word problems whose answer is a sum, with careful solutions; training and validation have no sum in common.
+
+    Args:
+        task: Difficulty of the problems.
+        train_size: Problems of the training set.
+        max_length: Limit of tokens; longer conversations are dropped, and counted in the log.
+        settings: Of `ConversationDataModule`. The seed is of the order alone.
+    """
+
+    def __init__(
+        self,
+        task: ArithmeticTask = ArithmeticTask(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        train_size: int = 4096,
+        max_length: int = 256,
+        **settings: Any,
+    ) -> None:
+        super().__init__(path=[], split="train", subset=None, max_length=max_length, **settings)
+        require_at_least(1, {"data.train_size": train_size})
+        self.task = task
+        self.train_size = train_size
+
+    def train_rows(self) -> Sequence[Mapping[str, Any]]:
+        return self._rows("train", self.train_size)
+
+    def val_rows(self) -> Sequence[Mapping[str, Any]]:
+        return self._rows("validation", self.val_size)
+
+    def _rows(self, split: Split, size: int) -> list[dict[str, str]]:
+        problems = (self.task.problem(index, split) for index in range(size))
+        return [{"question": problem.question, "answer": careful_demonstration(problem)} for problem in problems]

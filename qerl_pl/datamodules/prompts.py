@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -9,17 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import SYSTEM_PROMPT, Chat, TemplateFrame, cached_prompts, check_template_kwargs
+from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
-from qerl_pl.datamodules.tables import (
-    Row,
-    TableConfig,
-    check_sizes,
-    checked_rows,
-    draw,
-    sets_by_name,
-    warn_of_repeats,
-)
+from qerl_pl.datamodules.tables import Row, TableConfig, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.runtime.checks import check_intervals
 from qerl_pl.seeds import stream_seed
@@ -37,18 +30,12 @@ class PromptDataModule(ResumableDataModule):
     saved in checkpoints.
 
     Args:
-        batch_size: Prompts a training batch, over all devices.
-        val_size: Prompts to validate on; 0 for none.
-        val_batch_size: Prompts a validation batch; null takes batch_size.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        system_prompt: The system message of prompts without their own; null sends none.
-        seed: Seed of the split and of the order; null takes the run's, or 0 without the command line.
-        tokenizer: Folder or hub name of a tokenizer; null takes the policy's.
         sets: Tables to validate (`val_size` rows of each) and test on (all rows), by name, in place of the module's
             own; `qerl validate` and `qerl test` then read no training rows.
-        chat_template_kwargs: Variables of the chat template, such as `enable_thinking`.
         instruction: Text behind each question that is no list of messages, after a line break, such as how to write
             the answer; null adds none.
+        settings: Of `ResumableDataModule`.
     """
 
     _content = "training prompts"
@@ -57,23 +44,15 @@ class PromptDataModule(ResumableDataModule):
 
     def __init__(
         self,
-        batch_size: int = 8,
-        val_size: int = 64,
-        val_batch_size: int | None = None,
+        *,
         max_prompt_tokens: int = 256,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        seed: int | None = None,
-        tokenizer: str | None = None,
         sets: dict[str, TableConfig] | None = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
         instruction: str | None = None,
+        **settings: Any,
     ) -> None:
-        super().__init__(batch_size, val_size, val_batch_size, seed, tokenizer)
+        super().__init__(**settings)
         require_at_least(1, {"data.max_prompt_tokens": max_prompt_tokens})
         self.max_prompt_tokens = max_prompt_tokens
-        self.system_prompt = system_prompt
-        self.chat_template_kwargs = chat_template_kwargs or {}
-        check_template_kwargs(self.chat_template_kwargs)
         self.instruction = instruction
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
@@ -161,16 +140,21 @@ class PromptDataModule(ResumableDataModule):
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
-            self._val = {name: draw(prompts, self.val_size, self.seed) for name, prompts in rendered.items()}
+            self._val = {name: self._drawn(prompts, self.val_size)[0] for name, prompts in rendered.items()}
         if reads_train:
-            use = "training and validation" if val_count else "training"
-            self._set_train(self._split(self._render(tokenizer, rows, use), held_out is None))
-            warn_of_repeats(self._train, self._val, "validation")
+            prompts = self._render(tokenizer, rows, "training and validation" if val_count else "training")
+            val_count = self.val_count(len(prompts)) if held_out is None else 0
+            drawn, others = self._drawn(prompts, val_count)
+            train = self.weighted(others)
+            self._check_sizes(len(prompts), val_count, len(train))
+            self._val = self._val if held_out is not None else {"": drawn}
+            self._set_train(train)
+            self._warn_of_repeats(self._val, "validation")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
         if reads_test:
             self._test = self._val if test_sets is None else self._render_sets(tokenizer, test_sets, "test")
-            warn_of_repeats(self._train, {} if test_sets is None else self._test, "test")
+            self._warn_of_repeats({} if test_sets is None else self._test, "test")
         # Lightning would end without a message.
         if stage in ("validate", "test") and not any((self._val if stage == "validate" else self._test).values()):
             no_test_set = ", and there is no test set" if stage == "test" else ""
@@ -178,9 +162,6 @@ class PromptDataModule(ResumableDataModule):
                 f"{stage} needs held-out prompts; got none, as data.val_size is {self.val_size}{no_test_set}; "
                 "raise it, or name sets in data.sets"
             )
-
-    def _identity(self, row: Prompt) -> str:
-        return row.identity()
 
     def val_dataloader(self) -> FixedLoaders:
         """The validation prompts, in fixed order; a loader per set if there are several."""
@@ -225,20 +206,34 @@ class PromptDataModule(ResumableDataModule):
     def _held_out(
         self, sets: Callable[[], Mapping[str, Sequence[Row]]], single: Callable[[], Sequence[Row] | None]
     ) -> Mapping[str, Sequence[Row]] | None:
-        """The configuration's sets, or else the module's own."""
-        tables = self._tables or {}
-        named = {name: table.rows(name, key=f"data.sets.{name}.path") for name, table in tables.items()} or sets()
-        return sets_by_name(named, single, type(self).__name__, keep_name=bool(tables))
+        """The configuration's sets, or else the module's own; a single set of these has no name, nor have its metrics.
 
-    def _split(self, prompts: list[Prompt], holds_out: bool) -> list[Prompt]:
-        """Weighted training prompts, after validation prompts are split off if there is no validation set."""
-        count = self.val_count(len(prompts)) if holds_out else 0
-        held_out, others = self._hold_out(prompts, count) if count else ([], prompts)
-        train = self.weighted(others)
-        check_sizes(len(prompts), count, self.batch_size, len(train))
-        if holds_out:
-            self._val = {"": held_out}
-        return train
+        Raises:
+            UserError: A name cannot be part of a metric's name, or a set has other things than rows.
+        """
+        owner, tables = type(self).__name__, self._tables or {}
+        named = {name: table.rows(name, key=f"data.sets.{name}.path") for name, table in tables.items()} or sets()
+        if not isinstance(named, Mapping):
+            raise UserError(f"{owner} must give its sets by name; got {named!r:.60}; return a dictionary of rows.")
+        for name in named:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
+                raise UserError(f"sets are named by letters, digits, and . + - _; got {name!r}; rename it.")
+        found = {name: checked_rows(rows, f"{owner}'s set {name}") for name, rows in named.items()}
+        if len(found) > 1 or tables:
+            return found
+        rows = next(iter(found.values())) if found else single()
+        return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
+
+    def _drawn(self, prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+        """Prompts to validate on, and the others."""
+        held_out, others = self._hold_out([prompt.id for prompt in prompts], count)
+        return [prompts[index] for index in held_out], [prompts[index] for index in others]
+
+    def _warn_of_repeats(self, sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
+        train = [(prompt.text, prompt.reference) for prompt in self._train]
+        for name, prompts in sets.items():
+            questions = f"{use}{f' on {name}' if name else ''} questions"
+            warn_of_repeats(train, [(prompt.id, prompt.text, None) for prompt in prompts], questions, "accuracy")
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders = [self._fixed_loader(prompts) for prompts in sets.values()]
@@ -251,34 +246,25 @@ class PromptDataModule(ResumableDataModule):
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Row], use: str) -> list[Prompt]:
         """Prompts of at most `max_prompt_tokens` tokens."""
-        repeated, count = next(iter(Counter(row.id for row in rows).most_common(1)), ("", 0))
+        if not rows:
+            raise UserError(f"{use} needs rows; {type(self).__name__} returns none; correct its method")
+        ((repeated, count),) = Counter(row.id for row in rows).most_common(1)
         if count > 1:
             raise UserError(
                 f"rows must have different ids, which seed their completions; {use} has {repeated!r} {count} times; "
                 "number them"
             )
+        frame = TemplateFrame(tokenizer, self.chat_template_kwargs)
+        self._tell_of_control_tokens(frame, rows, use)
         chats: list[Chat] = [row.question if row.messages is None else row.messages for row in rows]
-        if rows:
-            frame = TemplateFrame(tokenizer, self.chat_template_kwargs)
-            self._tell_of_control_tokens(frame, rows, use)
-            if self.instruction:
-                asked = f"\n{self.instruction}"
-                chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
+        if self.instruction:
+            asked = f"\n{self.instruction}"
+            chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
         token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
-        prompts = [
-            Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)
-            for row, ids in zip(rows, token_ids, strict=True)
-            if len(ids) <= self.max_prompt_tokens
-        ]
-        if not prompts:
-            if not rows:
-                raise UserError(f"{use} needs rows; {type(self).__name__} returns none; correct its method")
-            raise UserError(
-                f"{use} needs prompts of at most max_prompt_tokens={self.max_prompt_tokens} tokens; none of "
-                f"{len(rows)} is, the shortest has {min(map(len, token_ids))}; raise it or change the filters."
-            )
-        counts = len(prompts), use, len(rows) - len(prompts), self.max_prompt_tokens
-        log.info("%d %s prompts; %d longer than max_prompt_tokens=%d dropped", *counts)
+        prompts = []
+        for index in self._short([len(ids) for ids in token_ids], "max_prompt_tokens", use):
+            row, ids = rows[index], tuple(token_ids[index])
+            prompts.append(Prompt(row.id, ids, row.question, row.reference, row.messages, row.columns))
         return prompts
 
     @staticmethod
@@ -288,20 +274,13 @@ class PromptDataModule(ResumableDataModule):
         asked = [row for row in questions if not frame.made(row.question)]
         if len(asked) < len(questions):
             log.info(
-                "%d of %d %s prompts hold the chat template's text already and are taken as they are, without "
-                "data.system_prompt",
-                len(questions) - len(asked),
-                len(rows),
-                use,
+                f"{len(questions) - len(asked)} of {len(rows)} {use} prompts hold the chat template's text already and "
+                "are taken as they are, without data.system_prompt"
             )
         if asked:
             log.warning(
-                "%d of %d %s prompts, that of row %s the first, have control tokens of the chat template (%s) and are "
-                "a user's message all the same: a text that is rendered already begins with one, or ends as a prompt "
-                "does; to write a conversation, give its messages",
-                len(asked),
-                len(rows),
-                use,
-                asked[0].id,
-                ", ".join(token for token in frame.control_tokens if token in asked[0].question),
+                f"{len(asked)} of {len(rows)} {use} prompts, that of row {asked[0].id} the first, have control tokens "
+                f"of the chat template ({', '.join(one for one in frame.control_tokens if one in asked[0].question)}) "
+                "and are a user's message all the same: a text that is rendered already begins with one, or ends as a "
+                "prompt does; to write a conversation, give its messages"
             )

@@ -1,5 +1,6 @@
 """Files of tables: those of a folder's split, and the rows of a file."""
 
+import codecs
 import csv
 import glob
 import gzip
@@ -9,9 +10,9 @@ import logging
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 from qerl_pl.errors import UserError
 
@@ -74,7 +75,7 @@ def _files_of_hub_folder(folder: Path, split: str, key: str, subset: str | None)
     return files
 
 
-def read_file(file: Path) -> Iterator[Mapping[str, Any]]:
+def read_file(file: Path) -> Sequence[Any]:
     """Rows of a JSONL, JSON, CSV, TSV or parquet file; all but parquet may be compressed by gzip.
 
     Raises:
@@ -83,140 +84,101 @@ def read_file(file: Path) -> Iterator[Mapping[str, Any]]:
     if not file.name.endswith(SUFFIXES):
         raise UserError(f"a data file ends in {', '.join(SUFFIXES)}; got {file}; convert it to JSONL.")
     kind = Path(file.name.removesuffix(".gz")).suffix
+    data = file.read_bytes()
+    if data.startswith(_LFS_POINTER):
+        raise UserError(f"data is needed itself; {file} is a git-lfs pointer to it; run `git lfs pull` in its folder")
+    if kind == ".parquet":
+        return _read_parquet(data, file)
     try:
-        with _open(file) as data:
-            head = data.read(1000)
-        if head.startswith(_LFS_POINTER):
-            raise UserError(
-                f"data is needed itself; {file} is a git-lfs pointer to it; run `git lfs pull` in its folder"
-            )
-        if kind == ".parquet":
-            yield from _read_parquet(file)
-        elif kind in (".csv", ".tsv"):
-            yield from _read_csv(file, "\t" if kind == ".tsv" else None)
-        elif kind == ".json" and _is_list(file):
-            yield from _read_json_list(file)
-        else:
-            yield from _read_json_lines(file)
+        data = gzip.decompress(data) if file.suffix == ".gz" else data
+        data = data.decode("utf-16").encode() if data.startswith(_UTF16_MARKS) else data.removeprefix(codecs.BOM_UTF8)
+        if kind in (".csv", ".tsv"):
+            return _read_csv(data, "\t" if kind == ".tsv" else None, file)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file} as gzip: {first_line(error)}; check the file.") from error
     except UnicodeError as error:
         raise UserError(f"text is UTF-8 or UTF-16; {file}: {first_line(error)}; convert the file.") from error
+    if kind == ".json" and data.lstrip().startswith(b"["):
+        return list(_parsed(data, "a .json file is JSON", str(file)))
+    return _read_json_lines(data, file)
 
 
-def _open(file: Path) -> BinaryIO:
-    return cast(BinaryIO, gzip.open(file) if file.suffix == ".gz" else file.open("rb"))
-
-
-def _open_text(file: Path) -> io.TextIOWrapper:
-    """The file's text, whose lines end as they do there."""
-    with _open(file) as data:
-        encoding = "utf-16" if data.read(2) in _UTF16_MARKS else "utf-8-sig"
-    return io.TextIOWrapper(_open(file), encoding, newline="")
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    """Lines in UTF-8."""
-    with _open(file) as data:
-        if data.read(2) not in _UTF16_MARKS:
-            data.seek(0)
-            yield from data
-            return
-    with io.TextIOWrapper(_open(file), "utf-16", newline="\n") as text:
-        yield from (line.encode() for line in text)
-
-
-def _is_list(file: Path) -> bool:
-    return next((line for line in _lines(file) if line.strip()), b"").removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
-
-
-def _read_csv(file: Path, delimiter: str | None) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file whose first line names the columns; every value is text.
+def _read_csv(data: bytes, delimiter: str | None, file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a UTF-8 text whose first line names the columns; every value is text.
 
     Args:
-        file: The file.
+        data: The text.
         delimiter: Separates values; None takes the comma, or what a first line without commas has in its place.
+        file: Names the file in errors.
     """
     csv.field_size_limit(sys.maxsize)  # of a cell; by default 131,072 characters
-    with _open_text(file) as lines:
-        if delimiter is None:
-            first = lines.readline()
-            delimiter = next((mark for mark in ",;\t" if mark in first), ",")
-            lines.seek(0)
-        reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
-        try:
-            for row in reader:
-                if None in row or None in row.values():
-                    raise UserError(
-                        f"each line has a value for each of the columns {', '.join(reader.fieldnames or ())}; {file}, "
-                        f"line {reader.line_num} has {'more' if None in row else 'fewer'}; quote values with commas"
-                    )
-                yield row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UserError(
-                f"a .csv file is comma-separated UTF-8; {file}, line {reader.line_num + 1}: {first_line(error)}; "
-                "correct the line."
-            ) from error
+    lines = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
+    first = lines.readline()
+    lines.seek(0)
+    delimiter = delimiter or next((mark for mark in ",;\t" if mark in first), ",")
+    reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
+    rows = []
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise UserError(
+                    f"each line has a value for each of the columns {', '.join(reader.fieldnames or ())}; {file}, "
+                    f"line {reader.line_num} has {'more' if None in row else 'fewer'}; quote values with commas"
+                )
+            rows.append(row)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(
+            f"a .csv file is comma-separated UTF-8; {file}, line {reader.line_num + 1}: {first_line(error)}; "
+            "correct the line."
+        ) from error
+    return rows
 
 
-def _read_parquet(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file by its literal path, which `datasets` would read as a pattern."""
+def _read_parquet(data: bytes, file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a file's content: `datasets` would read its path as a pattern."""
     import pyarrow  # slow, and only for parquet
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                yield from batch.to_pylist()
+        with ParquetFile(io.BytesIO(data)) as table:
+            return [row for batch in table.iter_batches() for row in batch.to_pylist()]
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"cannot read {file} as parquet: {first_line(error)}; check the file.") from error
 
 
-def _read_json_lines(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of a file with their own types: `datasets` would infer types of columns, and turn text into dates."""
-    for number, line in enumerate(_lines(file), start=1):
+def _read_json_lines(data: bytes, file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a UTF-8 text with their own types: `datasets` would infer types of columns, and turn text into dates."""
+    rows = []
+    for number, line in enumerate(io.BytesIO(data), start=1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:  # malformed JSON or UTF-8
-            raise UserError(
-                f"each line must be a JSON object; {file}, line {number}: {first_line(error)}; correct the line."
-            ) from error
+        row = _parsed(line, "each line must be a JSON object", f"{file}, line {number}")
         if not isinstance(row, dict):
             raise UserError(
                 f"each line must be a JSON object; {file}, line {number} is a {type(row).__name__}; "
                 "write one object of columns a line."
             )
-        if b"\\ud" in line.lower():  # escaped surrogates, of which tokenizers and loggers take pairs only
-            _check_surrogates(row, f"{file}, line {number}")
-        yield row
-
-
-def _read_json_list(file: Path) -> Sequence[Mapping[str, Any]]:
-    """Rows of a .json file that is one list."""
-    try:
-        rows = json.loads(b"".join(_lines(file)))
-    except ValueError as error:
-        raise UserError(f"a .json file is JSON; {file}: {first_line(error)}; correct it, or write JSONL.") from error
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise UserError(f"rows are objects of columns; row {number} of {file} is {row!r:.60}; write one")
-        _check_surrogates(row, f"row {number} of {file}")
+        rows.append(row)
     return rows
 
 
-def _check_surrogates(row: Mapping[str, Any], place: str) -> None:
+def _parsed(text: bytes, rule: str, place: str) -> Any:
+    """The value of a JSON text, whose escaped surrogates come in pairs, as tokenizers and loggers need them."""
     try:
-        json.dumps(row, ensure_ascii=False).encode()
+        value = json.loads(text)
+        if b"\\ud" in text.lower():
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(
             f"text is Unicode, whose surrogates come in pairs; {place} has half a pair, "
             f"\\u{ord(error.object[error.start]):04x}; correct it."
         ) from error
+    except ValueError as error:
+        raise UserError(f"{rule}; {place}: {first_line(error)}; correct it.") from error
+    return value
 
 
-def read_hub(name: str, split: str, subset: str | None, key: str) -> list[Mapping[str, Any]]:
+def read_hub(name: str, split: str, subset: str | None, key: str) -> Sequence[Mapping[str, Any]]:
     """Rows of a data set of the hub; arguments as of `split_files`."""
     import datasets
 

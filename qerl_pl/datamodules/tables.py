@@ -8,12 +8,11 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from qerl_pl.datamodules.table_files import SUFFIXES, first_line, read_file, read_hub, split_files
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.seeds import stream_seed
-from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
 
@@ -27,14 +26,6 @@ ANSWER_MARK = "####"
 """Stands before the final answer in GSM8K's format."""
 _THOUSANDS = re.compile(r"[-+$]*\d{1,3}(?:,\d{2,3})*,\d{3}(?:\.\d+)?\s*%?")
 """A number with thousands separators; other commas separate answers."""
-
-
-class _HasId(Protocol):
-    @property
-    def id(self) -> str: ...
-
-
-T = TypeVar("T", bound=_HasId)
 
 
 @dataclass(frozen=True)
@@ -99,28 +90,24 @@ def read_table(
         UserError: The table is missing, unreadable (with file and line of malformed JSON) or empty, or columns are
             missing or hold lists.
     """
-    rows, source = _read(path, split, subset, key)
+    source = "the list of rows"
+    if not isinstance(path, str):
+        rows: Sequence[Any] = path
+    elif files := split_files(path, split, key, subset):
+        rows = [row for file in files for row in read_file(file)]
+        source = str(files[0] if len(files) == 1 else path)
+    elif path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(SUFFIXES):
+        rows, source = read_hub(path, split, subset, key), f"{path} ({split})"
+    else:
+        raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct {key}.")
     if not rows:
         raise UserError(f"data must have rows; {source} has none; correct {key}.")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            of = f" of {source}" if isinstance(path, str) else ""
+            raise UserError(f"rows are dictionaries of columns; row {number}{of} is {row!r:.60}; write one")
     _check_columns(rows, source, columns)
-    return rows
-
-
-def _read(
-    path: str | Sequence[Mapping[str, Any]], split: str, subset: str | None, key: str
-) -> tuple[list[Mapping[str, Any]], str]:
-    """Rows, and what they are called in errors."""
-    if not isinstance(path, str):
-        for number, row in enumerate(path, start=1):
-            if not isinstance(row, Mapping):
-                raise UserError(f"rows are dictionaries of columns; row {number} is {row!r:.60}; write one")
-        return list(path), "the list of rows"
-    files = split_files(path, split, key, subset)
-    if files:
-        return [row for file in files for row in read_file(file)], str(files[0] if len(files) == 1 else path)
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(SUFFIXES):
-        return read_hub(path, split, subset, key), f"{path} ({split})"
-    raise UserError(f"data must be a local file or folder or a hub name; no such file: {path}; correct {key}.")
+    return list(rows)
 
 
 def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Collection[str]) -> None:
@@ -177,13 +164,20 @@ class TableConfig:
         if not 0 < self.weight < math.inf:
             raise UserError(f"a set's weight must be above 0; got {self.weight}; leave the set out instead")
 
-    def rows(self, name: str, split: str = "test", key: str = "data.path") -> list[Row]:
+    def rows(
+        self,
+        name: str,
+        split: str = "test",
+        key: str = "data.path",
+        select: Callable[[Sequence[Mapping[str, Any]]], Iterable[int]] | None = None,
+    ) -> list[Row]:
         """Rows of the table, with ids after the set's `name`; their columns are those of the table.
 
         Args:
             name: Name of the set.
             split: Split to read unless the table names its own.
             key: Where the user wrote the path, for errors.
+            select: Gives the indices of the rows to take; None takes all.
 
         Raises:
             UserError: The table cannot be read, lacks a column, or a prompt or an answer is empty.
@@ -197,38 +191,26 @@ class TableConfig:
                 f"a prompt is in a column {', '.join(_PROMPTS)}; {source} has {', '.join(table[0])}; "
                 "name its column by `question`"
             )
-        table = [_with_messages(row, question, number, source) for number, row in enumerate(table, start=1)]
+        for index, row in enumerate(table):
+            messages = messages_of_text(row.get(question), f"{question} of row {index + 1} of {source}")
+            table[index] = row if messages is row.get(question) else {**row, question: messages}
         conversations = isinstance(table[0].get(question), list)
         columns = [column for column in (None if conversations else question, answer) if column is not None]
         _check_columns(table, source, columns)
         rows = []
-        for index, row in enumerate(table):
-            messages, last = _conversation(row.get(question), index + 1, source) if conversations else (None, "")
-            text = _text(messages) if messages else str(row[question])
-            check_prompt(
-                messages[-1]["content"] if messages and messages[-1]["role"] == "user" else text, index, source
-            )
-            reference = last if answer is None else _reference(str(row[answer]), index + 1, source)
-            rows.append(Row(f"{name}-{index}", text, reference, messages, row))
+        for index in range(len(table)) if select is None else select(table):
+            row, place = table[index], f"row {index + 1} of {source}"
+            turns, last = _conversation(row.get(question), place) if conversations else (None, "")
+            said = [turn["content"] for turn in turns or () if turn["role"] != "system"]
+            text = "\n\n".join(said) if turns else str(row[question])
+            asked = turns[-1]["content"] if turns and turns[-1]["role"] == "user" else text
+            if not asked.strip():
+                raise UserError(f"a prompt must not be empty; {place} has none; fill it in, or remove the row")
+            reference = last if answer is None else _reference(str(row[answer]))
+            if answer is not None and not reference:
+                raise UserError(f"an answer must not be empty; {place} has none; correct it.")
+            rows.append(Row(f"{name}-{index}", text, reference, turns, row))
         return rows
-
-
-def check_prompt(text: str, index: int, source: str) -> None:
-    """Refuse a prompt without text.
-
-    Raises:
-        UserError: It has none.
-    """
-    if not text.strip():
-        raise UserError(
-            f"a prompt must not be empty; row {index + 1} of {source} has none; fill it in, or remove the row"
-        )
-
-
-def _with_messages(row: Mapping[str, Any], column: str, number: int, source: str) -> Mapping[str, Any]:
-    """The row with messages in place of their text, if the column has that."""
-    messages = messages_of_text(row.get(column), f"{column} of row {number} of {source}")
-    return row if messages is row.get(column) else {**row, column: messages}
 
 
 def messages_of_text(value: Any, place: str) -> Any:
@@ -268,124 +250,56 @@ def without_thousands(answer: str) -> str:
     return answer.replace(",", "") if _THOUSANDS.fullmatch(answer) else answer
 
 
-def _reference(answer: str, number: int, source: str) -> str:
+def _reference(answer: str) -> str:
     """The text after the last ####, or all of it."""
     _, mark, rest = answer.rpartition(ANSWER_MARK)
-    reference = without_thousands(rest.strip()) if mark else rest.strip()
-    if not reference:
-        raise UserError(f"an answer must not be empty; row {number} of {source} has none; correct it.")
-    return reference
+    return without_thousands(rest.strip()) if mark else rest.strip()
 
 
-def _conversation(value: Any, number: int, source: str) -> tuple[tuple[Mapping[str, str], ...], str]:
+def _conversation(value: Any, place: str) -> tuple[tuple[Mapping[str, str], ...], str]:
     """Messages up to the last that is not the assistant's, and the assistant's answer to it, or ""."""
     messages = value if isinstance(value, list) else []
-    if not messages or not all(_is_message(message) for message in messages):
+    if not messages or not all(
+        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in _MESSAGE)
+        for message in messages
+    ):
         raise UserError(
-            f"a conversation is a list of messages with a role and a content, which are text; row {number} of {source} "
-            f"has {value!r:.80}; correct it"
+            f"a conversation is a list of messages with a role and a content, which are text; {place} has "
+            f"{value!r:.80}; correct it"
         )
     turns = [{key: text for key, text in message.items() if text is not None} for message in messages]
     last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""
     if not turns:
-        raise UserError(f"a conversation starts with its user; row {number} of {source} has an answer only; correct it")
+        raise UserError(f"a conversation starts with its user; {place} has an answer only; correct it")
     return tuple(turns), last
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in _MESSAGE)
+def warn_of_repeats(
+    train: Iterable[tuple[Any, Any]], held_out: Collection[tuple[str, Any, Any]], rows: str, metric: str
+) -> None:
+    """Warn of held-out rows that are trained on, compared by text: ids differ between sets.
 
+    A training prompt with several answers, as the same request to an environment in several states, does not identify
+    a row; its answer does.
 
-def _text(messages: Sequence[Mapping[str, str]]) -> str:
-    return "\n\n".join(message["content"] for message in messages if message["role"] != "system")
-
-
-def warn_of_repeats(train: Sequence[Prompt], sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
-    """Warn of held-out questions (`sets`, by name) that are trained on, compared by text: ids differ between sets.
-
-    A training text with several answers, as the same request to an environment in several states, is left out: the text
-    does not identify its question.
+    Args:
+        train: Prompt and answer of each training row.
+        held_out: Id, prompt and answer of each row; the answer is None where it does not identify the row either.
+        rows: What they are called.
+        metric: What is measured of them.
     """
-    answers: dict[str, set[str]] = {}
-    for prompt in train:
-        answers.setdefault(prompt.text, set()).add(prompt.reference)
-    train_texts = {text for text, references in answers.items() if len(references) == 1}
-    for name, prompts in sets.items():
-        shared = [prompt.id for prompt in prompts if prompt.text in train_texts]
-        warn_of_shared(shared, len(prompts), f"{use}{f' on {name}' if name else ''} questions", "accuracy")
-
-
-def warn_of_shared(shared: Sequence[str], count: int, rows: str, metric: str) -> None:
-    """Warn that these of `count` held-out rows are trained on."""
+    answers: dict[Any, set[Any]] = {}
+    for prompt, answer in train:
+        answers.setdefault(prompt, set()).add(answer)
+    shared = [id for id, prompt, answer in held_out if len(known := answers.get(prompt, set())) == 1 or answer in known]
     if shared:
         log.warning(
-            "%d of %d %s (the first is that of %s) are trained on, too: %s there is not that of new %s; take them out "
-            "of one of the two",
-            len(shared),
-            count,
-            rows,
-            shared[0],
-            metric,
-            rows.rpartition(" ")[2],
+            f"{len(shared)} of {len(held_out)} {rows} (the first is that of {shared[0]}) are trained on, too: {metric} "
+            f"there is not that of new {rows.rpartition(' ')[2]}; take them out of one of the two"
         )
 
 
-def check_sizes(total: int, held_out: int, batch_size: int, weighted: int | None = None) -> None:
-    """Refuse a training set that leaves nothing to train on, or less than a batch.
-
-    Args:
-        total: prompts in all, or rows, of which some may yet prove too long.
-        held_out: how many of them validation takes.
-        batch_size: prompts a training batch.
-        weighted: an epoch's training prompts, if these are others than those that are not held out.
-
-    Raises:
-        UserError: too few are left.
-    """
-    if held_out >= total:
-        raise UserError(
-            f"val_size must leave prompts to train on; got val_size={held_out} of {total} prompts; lower it."
-        )
-    left = total - held_out if weighted is None else weighted
-    if left < batch_size:
-        which = f" ({held_out} of {total} are held out for validation by val_size)" if held_out else ""
-        prompts = "prompts" if left == total - held_out else "weighted prompts"
-        raise UserError(
-            f"batch_size must not exceed the training set; got batch_size={batch_size} for {left} {prompts}{which}; "
-            f"lower {'one of them' if held_out else 'it'}."
-        )
-
-
-def sets_by_name(
-    named: Mapping[str, Sequence[Row]],
-    single: Callable[[], Sequence[Row] | None],
-    owner: str,
-    keep_name: bool = False,
-) -> Mapping[str, Sequence[Row]] | None:
-    """The held-out sets of a data module; the name of a single set is empty, as its metrics need none.
-
-    Args:
-        named: Sets by name.
-        single: Returns the only set if `named` is empty, or None.
-        owner: Class of the data module.
-        keep_name: Whether a single set of `named` keeps its name.
-
-    Raises:
-        UserError: A name cannot be part of a metric's name, or a set has other things than rows.
-    """
-    if not isinstance(named, Mapping):
-        raise UserError(f"{owner} must give its sets by name; got {named!r:.60}; return a dictionary of rows.")
-    for name in named:
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
-            raise UserError(f"sets are named by letters, digits, and . + - _; got {name!r}; rename it.")
-    sets = {name: checked_rows(rows, f"{owner}'s set {name}") for name, rows in named.items()}
-    if len(sets) > 1 or (sets and keep_name):
-        return sets
-    rows = next(iter(sets.values())) if sets else single()
-    return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
-
-
-def draw(prompts: Sequence[T], count: int, seed: int) -> list[T]:
-    """Draw prompts by seed and id, so that another token limit or filter changes few of them."""
-    drawn = sorted(prompts, key=lambda prompt: stream_seed(seed, "held out", prompt.id))[:count]
-    return sorted(drawn, key=lambda prompt: (len(prompt.id), prompt.id))
+def draw(ids: Sequence[str], count: int, seed: int) -> list[int]:
+    """Indices of ids that are drawn by seed and id, so that another token limit or filter changes few of them."""
+    drawn = sorted(range(len(ids)), key=lambda index: stream_seed(seed, "held out", ids[index]))[:count]
+    return sorted(drawn, key=lambda index: (len(ids[index]), ids[index]))

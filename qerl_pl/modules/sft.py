@@ -14,8 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from qerl_pl.datamodules.conversation_rows import Conversation
-from qerl_pl.datamodules.conversations import ConversationBatch, ConversationDataModule, padded
+from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, ConversationDataModule, padded
 from qerl_pl.errors import UserError
 from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
