@@ -78,16 +78,16 @@ class DriverMemory(Callback):
 
 
 class MemoryTable(logging.Handler):
-    """The rows of the run's own report of memory, the last that was logged: after the first update."""
+    """What the run holds after the first update, by its own log."""
 
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[list[str]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        head, _, table = record.getMessage().partition(":\n")
-        if head == "memory after the first update":
-            self.rows = [line.removesuffix(" GiB").strip().rsplit(maxsplit=1) for line in table.splitlines()]
+        head, _, items = record.getMessage().partition(": ")
+        if head == "memory after the first update, GiB":
+            self.rows = [item.split() for item in items.split(", ")]
 
 
 def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from qerl_pl.callbacks.completions import _truncate
-from qerl_pl.callbacks.loggers import changes, flatten, log_hyperparameters, where_to_look
+from qerl_pl.callbacks.loggers import adapters, changes, flatten
 from qerl_pl.cli.main import QeRLCLI
 
 pytestmark = pytest.mark.skipif(
@@ -186,7 +186,7 @@ def test_mlflow_shows_completions_summary_picture_and_settings(run: tuple[Traine
 
 def test_a_run_that_mlflow_knows_keeps_its_first_settings(run: tuple[Trainer, Path, str]) -> None:
     logger = logger_of(run[0], MLFlowLogger)
-    log_hyperparameters([logger], {"seed_everything": 4, "of a resumed run": 1})
+    adapters([logger])[0].log_hyperparameters({"seed_everything": 4, "of a resumed run": 1})
     params = logger.experiment.get_run(logger.run_id).data.params
     assert (params["seed_everything"], params["of a resumed run"]) == ("3", "1")
 
@@ -211,7 +211,7 @@ def test_the_closing_hint_names_each_logger(run: tuple[Trainer, Path, str]) -> N
     assert offline.parent == folder / "wandb" and list(offline.glob("*.wandb"))
     assert mlflow == f"mlflow ui --backend-store-uri file:{folder}/mlruns"
     assert Path(csv_file).is_file() and csv_file.endswith("/metrics.csv")
-    assert where_to_look(DummyLogger()) is None
+    assert adapters([DummyLogger()])[0].address() is None
 
 
 def test_the_loggers_of_the_page_are_accepted(tmp_path: Path) -> None:
@@ -223,6 +223,7 @@ def test_the_loggers_of_the_page_are_accepted(tmp_path: Path) -> None:
 
 def test_settings_are_named_as_on_the_command_line() -> None:
     rewards = {"exact": {"class_path": "a.Exact", "init_args": {"weight": 2}}, "mine": "my.py:score"}
+    rewards["file"] = {"class_path": "my.py:Exact", "init_args": None}
     callbacks = [{"class_path": "b.Watch", "init_args": {"every": 3, "at": None}}, {"class_path": "b.Other"}]
     settings = {
         "noise": None,
@@ -233,6 +234,7 @@ def test_settings_are_named_as_on_the_command_line() -> None:
         "rollout.rewards.exact": "Exact",
         "rollout.rewards.exact.weight": 2,
         "rollout.rewards.mine": "my.py:score",
+        "rollout.rewards.file": "my.py:Exact",
         "rollout.betas": [0.9, 0.99],
         "trainer.callbacks.Watch": "Watch",
         "trainer.callbacks.Watch.every": 3,

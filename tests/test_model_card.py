@@ -107,7 +107,7 @@ def test_the_numbers_are_those_of_the_runs_files(run: Path, exported: Path) -> N
     text = (exported / "README.md").read_text()
     summary = json.loads((run / "summary.json").read_text())
     expected = [f"{summary['reward_first']:.4g}", f"{summary['reward_last']:.4g}"]
-    assert rows(text)["reward, mean of the first and the last rollouts"] == expected and expected[0] != "0"
+    assert rows(text)["reward (mean of the first and the last rollouts)"] == expected and expected[0] != "0"
     report = json.loads((run / "evaluation.json").read_text())["sets"]["sums"]
     assert rows(text)["prompts"] == ["12"] and rows(text)["samples"] == ["2"]
     for name, label in {"accuracy": "greedy accuracy", "pass@2": "pass@2", "truncated_frac": "truncated"}.items():
@@ -124,7 +124,7 @@ def test_the_curves_have_first_and_last_values_of_each_set(run: Path, tmp_path: 
     (copy / "summary.json").write_text(json.dumps(summary | accuracies | {"reward_first": 0.25, "reward_last": 1.5}))
     assert main(["export", str(copy), str(tmp_path / "adapter")]) == 0
     found = rows((tmp_path / "adapter" / "README.md").read_text())
-    assert found["reward, mean of the first and the last rollouts"] == ["0.25", "1.5"]
+    assert found["reward (mean of the first and the last rollouts)"] == ["0.25", "1.5"]
     assert found["accuracy on a (sampled pass@1)"] == ["-", "0.5"]
     assert found["accuracy on b (sampled pass@1)"] == ["0.125", "0.75"]
 

@@ -1,7 +1,6 @@
 """Where the memory goes, against sizes worked out from the toy policy's shapes."""
 
 import logging
-import re
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from transformers import AutoConfig
 
 from qerl_pl.algorithm import GRPO
 from qerl_pl.callbacks import Monitor
-from qerl_pl.callbacks.monitor import measure_memory, memory_table
+from qerl_pl.callbacks.monitor import measure_memory
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -105,21 +104,7 @@ def test_the_reference_policy_of_full_finetuning_is_a_copy_of_the_base(tiny_poli
     assert size(found[0.1] - found[0.0]) == linears + embeddings(tiny_policy_dir) + BIASES + NORMS + ROTARY
 
 
-def test_the_table_has_a_row_for_each_purpose_and_the_total() -> None:
-    held = {"base": 6.5, "adapter": 0.25, "gradients": 0.25, "optimizer": 0.5, "kv_cache": 4.0, "released": 4.0}
-    table = memory_table(held | {"activations": 3.0, "driver": 18.5, "device": 80.0})
-    rows = re.findall(r"  (\S.*?)  +(-?[\d.]+) GiB", table)
-    assert [(name, float(value)) for name, value in rows] == [
-        ("frozen weights", 6.5),
-        ("trained weights and optimizer", 1.0),
-        ("key/value cache", 4.0),
-        ("activations (peak)", 3.0),
-        ("in use, of 80.0 GiB", 22.5),  # with the cache, which a sleeping engine has released
-    ]
-    assert len(memory_table(held).splitlines()) == 3  # without a GPU
-
-
-def test_a_run_logs_each_steps_memory_and_a_table_at_its_start_and_after_the_first_step(
+def test_a_run_logs_each_steps_memory_and_all_of_it_at_its_start_and_after_the_first_step(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = configuration(base, tmp_path / "run")
@@ -141,6 +126,8 @@ def test_a_run_logs_each_steps_memory_and_a_table_at_its_start_and_after_the_fir
     assert "memory/driver_gib" not in events.Tags()["scalars"]
     assert [event.value > 0 for event in events.Scalars("memory/peak_gib")] == [True, True]
     logged = (record.getMessage() for record in caplog.records)
-    before, after = (message for message in logged if message.startswith("memory "))
-    assert before.startswith("memory before the first rollout") and after.startswith("memory after the first update")
-    assert "trained weights and optimizer" in before and "key/value cache" in after and "in use" not in after
+    lines = [message.partition(", GiB: ") for message in logged if message.startswith("memory ")]
+    assert [when for when, *_ in lines] == ["memory before the first rollout", "memory after the first update"]
+    (before, after) = (dict(item.split() for item in items.split(", ")) for *_, items in lines)
+    assert before["optimizer"] == "0.000" and before.keys() == after.keys() >= {"gradients", *expected}
+    assert "driver" not in after

@@ -93,6 +93,7 @@ def test_the_wheel_holds_code_types_and_configurations(unpacked: Path) -> None:
         modules = {path.relative_to(folder) for path in folder.rglob("*.py")}
         assert {path.relative_to(unpacked / package) for path in (unpacked / package).rglob("*.py")} == modules
         assert (unpacked / package / "py.typed").is_file()
+    assert (unpacked / "qerl_pl" / "cli" / "model_card.md").is_file()
     shipped = {path.name: path.read_bytes() for path in (ROOT / "configs").iterdir()}
     assert {path.name: path.read_bytes() for path in (unpacked / "qerl_pl" / "configs").iterdir()} == shipped
 

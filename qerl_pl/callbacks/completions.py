@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.callbacks.loggers import log_table
+from qerl_pl.callbacks.loggers import adapters
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rollout.experience import without_none
@@ -74,7 +74,8 @@ class CompletionLog(Callback):
         if self._unlogged is not None:
             version, records = self._unlogged
             rows = [_row(version, record) for record in records]
-            log_table(trainer.loggers, "completions", COLUMNS, rows, _markdown(version, records), version)
+            for logger in adapters(trainer.loggers):
+                logger.log_table("completions", COLUMNS, rows, _markdown(version, records), version)
             self._unlogged = None
 
 

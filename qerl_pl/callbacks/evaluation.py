@@ -18,7 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from tqdm import tqdm
 
-from qerl_pl.callbacks.loggers import log_image
+from qerl_pl.callbacks.loggers import adapters
 from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines import VLLMEngine
@@ -188,7 +188,8 @@ class EvaluationReport(Callback, ChecksFirst):
         atomic_write(json_file, (json.dumps(report, indent=2) + "\n").encode())
         atomic_write(folder / "evaluation.md", text.encode())
         atomic_write(plot, pass_at_k_plot(sets))
-        log_image(trainer.loggers, f"{stage}/pass@k", plot, module.policy_version + BEFORE_TRAINING)
+        for adapter in adapters(trainer.loggers):
+            adapter.log_image(f"{stage}/pass@k", plot, module.policy_version + BEFORE_TRAINING)
         print(f"\n{text}\n{json_file} has all numbers, {folder / self._settings['samples']} all samples")
 
 

@@ -1,7 +1,7 @@
 """Hyperparameters, tables, plots and the summary in TensorBoard, W&B and MLflow."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class SaveFitConfig(SaveConfigCallback):
         """Log the hyperparameters."""
         if writes_files(trainer):
             self._text = self.parser.dump(self.config, skip_unset=False)
-            log_hyperparameters(trainer.loggers, _logged(self._text))
+            for adapter in adapters(trainer.loggers):
+                adapter.log_hyperparameters(_logged(self._text))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save to the run's folder, after a checkpoint has been accepted, and warn if a resumed run has changed."""
@@ -81,109 +82,109 @@ def flatten(settings: Any, key: str = "") -> dict[str, Any]:
 
 
 def _class_name(settings: Any) -> str:
-    return (
-        str(settings["class_path"]).rpartition(".")[2]
-        if isinstance(settings, dict) and "class_path" in settings
-        else ""
-    )
+    return short_name(str(settings.get("class_path", ""))) if isinstance(settings, dict) else ""
 
 
-def log_hyperparameters(loggers: Iterable[Logger], settings: Mapping[str, Any]) -> None:
-    """Log settings to every logger, before the first metrics.
-
-    Args:
-        loggers: The trainer's.
-        settings: Numbers, texts and lists by name.
-    """
-    for logger in loggers:
-        given = dict(settings)
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(given, metrics={})  # to hparams.yaml; Lightning's page shows a metric of its own, -1
-            for summary in hparams(_plain(given), dict.fromkeys(COMPARED, 0)):
-                logger.experiment.file_writer.add_summary(summary)
-            continue
-        if isinstance(logger, MLFlowLogger):  # which refuses a change, so that a resumed run keeps its first settings
-            logged = logger.experiment.get_run(logger.run_id).data.params
-            given = {name: value for name, value in given.items() if name not in logged}
-        logger.log_hyperparams(given)
+def short_name(path: str) -> str:
+    """The last name of an import path; one in a file, file.py:name, as it is."""
+    return path if ":" in path else path.rpartition(".")[2]
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    return {name: value if isinstance(value, bool | int | float) else str(value) for name, value in settings.items()}
+class LoggerAdapter:
+    """What a logger shows beside curves: of CSV files and unknown loggers, the hyperparameters alone."""
+
+    def __init__(self, logger: Any) -> None:
+        self.logger = logger
+
+    def log_hyperparameters(self, settings: Mapping[str, Any]) -> None:
+        """Log numbers, texts and lists by name, before the first metrics."""
+        self.logger.log_hyperparams(dict(settings))
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
+        """Show a rollout's table; `text` is the same in Markdown."""
+
+    def log_image(self, name: str, plot: Path, step: int) -> None:
+        """Show a PNG file."""
+
+    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
+        """Show the contents of summary.json."""
+
+    def address(self) -> str | None:
+        """The command, URL or file that shows the content; None for an unknown logger."""
+        return f"{self.logger.log_dir}/metrics.csv" if isinstance(self.logger, CSVLogger) else None
 
 
-def log_table(
-    loggers: Iterable[Logger], name: str, columns: list[str], rows: Sequence[list[Any]], text: str, step: int
-) -> None:
-    """Show a table in W&B, and as Markdown in TensorBoard and MLflow.
+class TensorBoardAdapter(LoggerAdapter):
+    """Writes HParams, Text and Images."""
 
-    Args:
-        loggers: The trainer's.
-        name: Of the panel or the artifacts.
-        columns: Headings.
-        rows: Numbers and texts of each row.
-        text: The same in Markdown.
-        step: Rollout that they belong to.
-    """
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_text(name, text, step)
-        elif isinstance(logger, WandbLogger):
-            logger.log_table(name, columns=columns, data=[*rows], step=step)
-        elif isinstance(logger, MLFlowLogger):
-            # Not `log_table`, which appends: a resumed run repeats rollouts.
-            logger.experiment.log_text(logger.run_id, text, f"{name}/rollout-{step:06d}.md")
+    def log_hyperparameters(self, settings: Mapping[str, Any]) -> None:
+        self.logger.log_hyperparams(dict(settings), metrics={})  # to hparams.yaml; its own page shows a metric, -1
+        plain = {name: value if isinstance(value, int | float) else str(value) for name, value in settings.items()}
+        for summary in hparams(plain, dict.fromkeys(COMPARED, 0)):
+            self.logger.experiment.file_writer.add_summary(summary)
 
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
+        self.logger.experiment.add_text(name, text, step)
 
-def log_result(loggers: Iterable[Logger], summary: Mapping[str, Any], plot: Path, step: int) -> None:
-    """Show a run's summary and its plot in TensorBoard, W&B and MLflow.
+    def log_image(self, name: str, plot: Path, step: int) -> None:
+        with Image.open(plot) as image:
+            self.logger.experiment.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
-    Args:
-        loggers: The trainer's.
-        summary: Contents of summary.json.
-        plot: PNG file.
-        step: Last rollout.
-    """
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            rows = "\n".join(f"| {name} | {value} |" for name, value in summary.items())
-            logger.experiment.add_text("summary", f"| | |\n|---|---|\n{rows}", step)
-        elif isinstance(logger, WandbLogger):
-            logger.experiment.summary.update(dict(summary))
-        elif isinstance(logger, MLFlowLogger):
-            logger.experiment.log_dict(logger.run_id, dict(summary), "summary.json")
-        log_image([logger], "run", plot, step)
+    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
+        rows = "\n".join(f"| {name} | {value} |" for name, value in summary.items())
+        self.logger.experiment.add_text("summary", f"| | |\n|---|---|\n{rows}", step)
+
+    def address(self) -> str:
+        page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+        return f"tensorboard --logdir {Path(self.logger.log_dir).parent}, then {page}"
 
 
-def log_image(loggers: Iterable[Logger], name: str, plot: Path, step: int) -> None:
-    """Show a plot in TensorBoard, W&B and MLflow.
+class WandbAdapter(LoggerAdapter):
+    """Writes tables, media and the run's summary."""
 
-    Args:
-        loggers: The trainer's.
-        name: Of the panel.
-        plot: PNG file.
-        step: Rollout that it belongs to.
-    """
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            with Image.open(plot) as image:
-                logger.experiment.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
-        elif isinstance(logger, WandbLogger):
-            logger.log_image(name, [str(plot)], step)
-        elif isinstance(logger, MLFlowLogger):
-            logger.experiment.log_artifact(logger.run_id, str(plot))
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
+        self.logger.log_table(name, columns=columns, data=rows, step=step)
+
+    def log_image(self, name: str, plot: Path, step: int) -> None:
+        self.logger.log_image(name, [str(plot)], step)
+
+    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
+        self.logger.experiment.summary.update(dict(summary))
+
+    def address(self) -> str:
+        run = self.logger.experiment
+        return f"wandb sync {run.sync_dir}" if run.offline else str(run.url)
 
 
-def where_to_look(logger: Logger) -> str | None:
-    """The command, URL or file that shows a logger's content; None for an unknown logger."""
-    if isinstance(logger, TensorBoardLogger):
-        return f"tensorboard --logdir {Path(logger.log_dir).parent}, then http://localhost:6006/#custom_scalars&_smoothingWeight=0"
-    if isinstance(logger, WandbLogger):
-        run = logger.experiment
-        return f"wandb sync {run.sync_dir}" if run.offline else run.url
-    if isinstance(logger, MLFlowLogger):
-        address = logger.experiment.tracking_uri
-        if address.startswith("http"):
-            return f"{address}/#/experiments/{logger.experiment_id}/runs/{logger.run_id}"
-        return f"mlflow ui --backend-store-uri {address}"
-    return f"{logger.log_dir}/metrics.csv" if isinstance(logger, CSVLogger) else None
+class MLFlowAdapter(LoggerAdapter):
+    """Writes artifacts."""
+
+    def log_hyperparameters(self, settings: Mapping[str, Any]) -> None:
+        known = self.logger.experiment.get_run(self.logger.run_id).data.params  # a resumed run's: no change is accepted
+        self.logger.log_hyperparams({name: value for name, value in settings.items() if name not in known})
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
+        # Not `log_table`, which appends: a resumed run repeats rollouts.
+        self.logger.experiment.log_text(self.logger.run_id, text, f"{name}/rollout-{step:06d}.md")
+
+    def log_image(self, name: str, plot: Path, step: int) -> None:
+        self.logger.experiment.log_artifact(self.logger.run_id, str(plot))
+
+    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
+        self.logger.experiment.log_dict(self.logger.run_id, dict(summary), "summary.json")
+
+    def address(self) -> str:
+        address = self.logger.experiment.tracking_uri
+        page = f"{address}/#/experiments/{self.logger.experiment_id}/runs/{self.logger.run_id}"
+        return page if address.startswith("http") else f"mlflow ui --backend-store-uri {address}"
+
+
+ADAPTERS = {TensorBoardLogger: TensorBoardAdapter, WandbLogger: WandbAdapter, MLFlowLogger: MLFlowAdapter}
+
+
+def adapters(loggers: Iterable[Logger]) -> list[LoggerAdapter]:
+    """An adapter for each of the trainer's loggers."""
+    return [
+        next((adapter for kind, adapter in ADAPTERS.items() if isinstance(logger, kind)), LoggerAdapter)(logger)
+        for logger in loggers
+    ]

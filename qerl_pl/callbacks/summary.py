@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.callbacks.loggers import log_result, where_to_look
+from qerl_pl.callbacks.loggers import adapters
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_write
@@ -24,6 +24,8 @@ PHASES = ("sync", "rollout", "reward", "update")
 CURVES = ("reward/mean", "policy/entropy", "aqn/sigma", "aqn/measured_std", *(f"time/{phase}_s" for phase in PHASES))
 AVERAGED = 3
 """Rollouts that first and last values are averaged over."""
+SAVED = ("curves", "validations", "train_seconds")
+"""Attributes in a checkpoint."""
 
 
 class RunSummary(Callback):
@@ -50,22 +52,19 @@ class RunSummary(Callback):
             self._clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Curves so far: a resumed run's summary covers the run from its start."""
-        return {"curves": self.curves, "validations": self.validations, "train_seconds": self.train_seconds}
+        """Curves so far, for a summary of the whole run."""
+        return {name: getattr(self, name) for name in SAVED}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load them."""
-        self.curves = state_dict["curves"]
-        self.validations = state_dict["validations"]
-        self.train_seconds = state_dict["train_seconds"]
+        for name in SAVED:
+            setattr(self, name, state_dict[name])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._step_began = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Record the step's metrics."""
         self._count_time()
         for name, values in self.curves.items():
@@ -75,8 +74,6 @@ class RunSummary(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the accuracies and rewards; validation counts as training time."""
         assert isinstance(pl_module, QeRLModule)
-        if trainer.sanity_checking and trainer.num_sanity_val_batches != trainer.num_val_batches:
-            return  # a sanity check of fewer prompts
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
             self._count_time()
         metrics = pl_module.validation_metrics()
@@ -95,22 +92,24 @@ class RunSummary(Callback):
         if stage != "fit" or not writes_files(trainer) or not self.curves["reward/mean"]:
             return
         assert isinstance(pl_module, QeRLModule)
-        folder = Path(trainer.default_root_dir)
-        summary = self._summary(pl_module, folder)
+        folder, step = Path(trainer.default_root_dir), pl_module.policy_version - 1
+        summary, loggers = self._summary(pl_module, folder), adapters(trainer.loggers)
         atomic_write(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self._plot(folder / "run.png")
-        log_result(trainer.loggers, summary, folder / "run.png", pl_module.policy_version - 1)
+        for logger in loggers:
+            logger.log_summary(summary, step)
+            logger.log_image("run", folder / "run.png", step)
         bar = trainer.progress_bar_callback
         if isinstance(bar, RichProgressBar) and bar.progress is not None:
             bar.progress.stop()  # or it is drawn again below the table
-        views = [view for logger in trainer.loggers if (view := where_to_look(logger))]
+        views = [view for logger in loggers if (view := logger.address())]
         self._print(summary, folder, pl_module.policy.trained.result, views)
 
     def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
         reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
         ends = max(1, min(AVERAGED, len(reward) // 2))  # of a short run, halves
-        noisy = [value for value in sigma if value > 0]
-        summary: dict[str, Any] = {
+        noisy = [value for value in sigma if value > 0] or [0.0]
+        return {
             "reward_first": _mean(reward[:ends]),
             "reward_last": _mean(reward[-ends:]),
             "accuracy_before": self._held_out(1, first=True),
@@ -119,14 +118,14 @@ class RunSummary(Callback):
             "held_out_reward_after": self._held_out(3, first=False),
             "entropy_first": _mean(entropy[:ends]),
             "entropy_last": _mean(entropy[-ends:]),
-            "sigma_first": noisy[0] if noisy else 0.0,
-            "sigma_last": noisy[-1] if noisy else 0.0,
+            "sigma_first": noisy[0],
+            "sigma_last": noisy[-1],
             "steps": module.policy_version,
             "train_seconds": self.train_seconds,
             "quantization": module.policy_config.quantization,
             "run_dir": str(folder),
+            **{f"{phase}_seconds": sum(self.curves[f"time/{phase}_s"]) for phase in PHASES},
         }
-        return summary | {f"{phase}_seconds": sum(self.curves[f"time/{phase}_s"]) for phase in PHASES}
 
     def _held_out(self, column: int, first: bool) -> float | None | dict[str, float | None]:
         """A column of the validation before training or of the last one after it; of several sets, by name."""
@@ -140,7 +139,7 @@ class RunSummary(Callback):
         from matplotlib.figure import Figure  # slow to import, needed once
 
         figure = Figure(figsize=(10, 3.2), layout="constrained")
-        left, middle, right = figure.subplots(1, 3)
+        left, middle, right = axes = figure.subplots(1, 3)
         left.plot(self.curves["reward/mean"], color="tab:blue", label="training reward")
         for number, (name, values) in enumerate(self.validations.items(), start=1):  # C0 is the reward's blue
             label = f"pass@1, {name}" if name else "held-out pass@1"
@@ -153,7 +152,7 @@ class RunSummary(Callback):
         right.set_yscale("symlog", linthresh=1e-5)
         right.legend()
         titles = ("reward", "policy entropy (nats)", "noise of the sampler's norms")
-        for axis, title in zip((left, middle, right), titles, strict=True):
+        for axis, title in zip(axes, titles, strict=True):
             axis.set(title=title, xlabel="rollout")
             axis.grid(alpha=0.3)
         image = io.BytesIO()
@@ -161,15 +160,11 @@ class RunSummary(Callback):
         atomic_write(path, image.getvalue())
 
     def _print(self, summary: dict[str, Any], folder: Path, result: str, views: list[str]) -> None:
-        rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
-        rows += held_out_rows(summary)
-        rows.append(("policy entropy (nats)", summary["entropy_first"], summary["entropy_last"]))
-        rows.append(("noise σ", summary["sigma_first"], summary["sigma_last"]))
-        table = Table(title=f"{summary['steps']} rollouts, base {summary['quantization']}")
-        for header in ("", "before", "after"):
-            table.add_column(header, justify="right" if header else "left")
-        for label, *values in rows:
-            table.add_row(label, *("-" if value is None else f"{value:.4g}" for value in values))
+        table = Table("", title=f"{summary['steps']} rollouts, base {summary['quantization']}")
+        for header in ("before", "after"):
+            table.add_column(header, justify="right")
+        for row in summary_rows(summary):
+            table.add_row(*row)
         seconds = ", ".join(f"{phase} {summary[f'{phase}_seconds']:.0f}" for phase in PHASES)
         console = Console()
         console.print(table)
@@ -184,13 +179,19 @@ def _mean(values: list[float]) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def held_out_rows(summary: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
-    """Label, value before training and value after it of what was validated, from summary.json."""
-    rows = []
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Label, value at the start and value at the end, of a table, from summary.json."""
+    rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
     for key, what, how in (("held_out_reward", "reward", "mean"), ("accuracy", "accuracy", "sampled pass@1")):
         before, after = summary[f"{key}_before"], summary[f"{key}_after"]
         if isinstance(before, dict):
             rows += [(f"{what} on {name} ({how})", before[name], after[name]) for name in before]
         else:
             rows.append((f"held-out {what} ({how})", before, after))
-    return rows
+    rows.append(("policy entropy (nats)", summary["entropy_first"], summary["entropy_last"]))
+    rows.append(("noise σ", summary["sigma_first"], summary["sigma_last"]))
+    return [(label, _number(first), _number(last)) for label, first, last in rows]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"

@@ -4,15 +4,16 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
-from qerl_pl.callbacks.summary import held_out_rows
+from qerl_pl.callbacks.loggers import flatten, short_name
+from qerl_pl.callbacks.summary import summary_rows
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.runtime.versions import installed_versions
 
@@ -21,6 +22,7 @@ log = logging.getLogger("qerl_pl")
 CONFIG = "qerl_config.yaml"
 """The run's configuration beside the card."""
 PLOT = "run.png"
+TEMPLATE = Path(__file__).with_suffix(".md")
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify", "peft")
 STEP = {QeRLModule.kind: "rollouts", SFTModule.kind: "steps"}
 """What a training counts."""
@@ -28,7 +30,6 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?
 _TEXTS = ("system_prompt", "template")
 """Keys of prompts, which may look like paths: /no_think Answer in <answer></answer>."""
 _TAGS = {QeRLModule.kind: "reinforcement-learning", SFTModule.kind: "sft"}
-_OF_THIS_MACHINE = {"resume": None, "ckpt_path": None}
 _KEYS = (
     *("seed_everything", "model", "data", "rollout", "trainer", "noise", "best", "checkpoint", "monitor"),
     *("completions", "summary", "report", "dry_run", "weights_only"),
@@ -39,7 +40,6 @@ _PACKAGES = ("qerl_pl.", "torch.", "lightning.pytorch.callbacks.", "transformers
 _NUMBERS = ("weight", "lr", "betas", "eps", "weight_decay", "momentum")
 _PRIVATE = ("api_key_env", "cache")
 _URL = re.compile(r"(?<!\bhf)://")
-_NOISE, _ROLLOUT = "AdaptiveQuantizationNoise", "RolloutCallback"
 
 
 def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, steps: int, kind: str) -> None:
@@ -55,23 +55,35 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
         steps: Rollouts or steps that the weights were trained for.
         kind: The training, `reinforcement learning` or `supervised fine-tuning`.
     """
-    path = run / "config.yaml"
-    given = yaml.safe_load(path.read_bytes()) if path.is_file() else {}
+    given, summary = yaml.safe_load(_read(run / "config.yaml")) or {}, json.loads(_read(run / "summary.json") or b"{}")
     config = without_folders(given) if given else {}
     if config:
         (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    if (run / PLOT).is_file():
+    if plotted := (run / PLOT).is_file():
         shutil.copyfile(run / PLOT, folder / PLOT)
+    curves = "held_out_reward_before" in summary  # an earlier version's summary has fewer values
     is_adapter = not merged and not policy.full_finetuning
-    data = _metadata(policy.config, given, is_adapter, kind)
-    sections = [
-        _introduction(policy.config, config, is_adapter, f"{steps} {STEP[kind]} of {kind}"),
-        _curves(run, steps),
-        _evaluation(run, policy),
-        _repeat(config),
-    ]
-    text = "\n\n".join(section for section in sections if section)
-    (folder / "README.md").write_text(f"---\n{data.to_yaml()}\n---\n\n{text}\n", encoding="utf-8")
+    result = "The adapter" if is_adapter else "The model, with the adapter merged in,"
+    base = "Toy policy" if policy.config.path is None else Path(policy.config.path).name
+    objective = _objective(config)
+    card = ModelCard.from_template(
+        _metadata(policy.config, given, is_adapter, kind),
+        template_path=str(TEMPLATE),
+        title=base + (f" trained by {objective}" if objective else ""),
+        result="The model" if policy.full_finetuning else result,
+        training=f"{steps} {STEP[kind]} of {kind}",
+        facts=[(label, _cell(text)) for label, text in _facts(policy.config, base, config) if text],
+        plot=PLOT if plotted else None,
+        curves=summary_rows(summary) if curves else None,
+        finished=summary["steps"] if curves and summary["steps"] != steps else None,
+        evaluation=_evaluation(run / "evaluation.json", policy),
+        config=CONFIG if config else None,
+    )
+    card.save(folder / "README.md")
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
 def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +95,7 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
     trainer = {**config.get("trainer", {}), "default_root_dir": None}
     trainer |= {key: None for key in ("logger", "plugins") if not isinstance(trainer.get(key, True), bool)}
     public: dict[str, Any] = _public({key: value for key, value in config.items() if key in _KEYS})
-    return public | {"trainer": _public(trainer)} | _OF_THIS_MACHINE
+    return public | {"trainer": _public(trainer), "resume": None, "ckpt_path": None}
 
 
 def _public(value: Any) -> Any:
@@ -95,8 +107,7 @@ def _public(value: Any) -> Any:
             arguments = {key: item for key, item in arguments.items() if not isinstance(item, Mapping)}
         return {"class_path": _public(name)} | ({"init_args": _public(arguments)} if "init_args" in value else {})
     if isinstance(value, Mapping):
-        public = {key: item for key, item in value.items() if key not in _PRIVATE}
-        return {key: item if key in _TEXTS else _public(item) for key, item in public.items()}
+        return {key: item if key in _TEXTS else _public(item) for key, item in value.items() if key not in _PRIVATE}
     if isinstance(value, list):
         return [_public(item) for item in value]
     if isinstance(value, str) and _URL.search(value):
@@ -110,20 +121,20 @@ def _public(value: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    numbers = value if isinstance(value, list) else [value]
-    return all(isinstance(number, int | float) for number in numbers)
+    return all(isinstance(number, int | float) for number in (value if isinstance(value, list) else [value]))
 
 
 def _metadata(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: bool, kind: str) -> ModelCardData:
-    base = _hub_name(policy.path)
+    base, objective = _hub_name(policy.path), _objective(config)
     tags = ["qerl_pl", _TAGS[kind], *(["lora"] if policy.finetune == "lora" else [])]
     tags += [policy.quantization] if policy.quantization != "none" else []
-    if (objective := _at(config, "model", "objective", "class_path")) is not None:
-        tags.append(_short(objective).lower())
+    tags += [objective.lower()] if objective else []
+    settings = flatten(config.get("data"), "data").items()  # `sets` are for evaluation
+    paths = {value for key, value in settings if key.endswith(".path") and ".sets." not in key}
     return ModelCardData(
         base_model=base,
         library_name="peft" if is_adapter else "transformers",
-        datasets=sorted(set(_data_sets(_at(config, "data", "init_args")))) or None,
+        datasets=sorted(path for path in paths if _hub_name(path)) or None,
         pipeline_tag="text-generation",
         tags=tags,
         base_model_relation=("adapter" if is_adapter else "finetune") if base else None,
@@ -132,152 +143,50 @@ def _metadata(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: bool,
 
 def _hub_name(path: str | None) -> str | None:
     """The path as a name of the model hub; None for the toy policy and whatever is here."""
-    if path is None or not _HUB_NAME.fullmatch(path) or Path(path).exists():
-        return None
-    return path
+    return path if path is not None and _HUB_NAME.fullmatch(path) and not Path(path).exists() else None
 
 
-def _data_sets(settings: Any) -> Iterator[str]:
-    """Hub data sets that were trained on: each `path`, except those under `sets`, which are for evaluation."""
-    for key, value in settings.items() if isinstance(settings, Mapping) else ():
-        if key == "path" and isinstance(value, str) and (name := _hub_name(value)) is not None:
-            yield name
-        elif key != "sets":
-            for item in value if isinstance(value, list) else [value]:
-                yield from _data_sets(item)
+def _objective(config: Mapping[str, Any]) -> str | None:
+    return flatten(config.get("model", {}).get("objective")).get("")
 
 
-def _introduction(policy: PolicyConfig, config: Mapping[str, Any], is_adapter: bool, training: str) -> str:
-    base = "Toy policy" if policy.path is None else Path(policy.path).name
-    name = _hub_name(policy.path)
-    link = base if name is None else f"[{name}](https://huggingface.co/{name})"
-    held = "" if policy.quantization == "none" else f"in {policy.quantization.upper()}, other tensors "
-    lora = policy.lora_spec
+def _facts(policy: PolicyConfig, base: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Rows of the card's first table; those of sampling, rewards and noise are of a run with rollouts."""
+    hub, model, lora = _hub_name(policy.path), config.get("model", {}), policy.lora_spec
+    link = base if hub is None else f"[{hub}](https://huggingface.co/{hub})"
+    packed = "" if policy.quantization == "none" else f"in {policy.quantization.upper()}, other tensors "
     trained = "all weights"
     if lora is not None:
         trained = f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
-    norms = ", and the RMSNorm scales" if policy.train_norms and policy.finetune == "lora" else ""
-    what = "The adapter" if is_adapter else "The model, with the adapter merged in,"
-    what = "The model" if policy.finetune == "full" else what
-    objective = _at(config, "model", "objective", "class_path")
-    rows = [
-        ("base", f"{link}, {held}in {policy.dtype}"),
-        ("trained", f"{trained}{norms}"),
-        ("data", _class(_at(config, "data"))),
-        ("objective", _class(_at(config, "model", "objective"))),
-        ("optimizer", _class(_at(config, "model", "optimizer"))),
-        *_rollout_rows(config),
-        ("versions", ", ".join(" ".join(pair) for pair in installed_versions(PACKAGES).items())),
-    ]
-    table = [f"| {label} | {_cell(text)} |" for label, text in rows if text]
-    return "\n".join(
-        [
-            f"# {base}" + ("" if objective is None else f" trained by {_short(objective)}"),
-            "",
-            f"{what} after {training} with qerl_pl.",
-            "",
-            "| | |",
-            "|---|---|",
-            *table,
-            "",
-            "The versions are those that exported it.",
-        ]
-    )
-
-
-def _rollout_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows of sampling, rewards and noise; none for a run without rollouts."""
-    rollout = _callback(config, "rollout", _ROLLOUT)
-    if not rollout or not rollout.get("rewards"):
-        return []
-    rewards = rollout["rewards"]
-    named = rewards.items() if isinstance(rewards, Mapping) else (("", reward) for reward in rewards)
-    noise = _callback(config, "noise", _NOISE)
-    return [
-        ("rewards", "; ".join(f"{name}: {_class(one)}".removeprefix(": ") for name, one in named)),
-        ("rollouts", f"{rollout['group_size']} completions a prompt, {_settings(rollout['sampling'])}"),
-        ("noise", "none" if noise is None else f"adaptive quantization noise: {_settings(noise)}"),
-    ]
+        trained += ", and the RMSNorm scales" if policy.train_norms else ""
+    rows = [("base", f"{link}, {packed}in {policy.dtype}"), ("trained", trained), ("data", _line(config.get("data")))]
+    rows += [(key, _line(model.get(key))) for key in ("objective", "optimizer")]
+    rollout = _callback(config, "rollout", "RolloutCallback")
+    if rollout and (rewards := rollout.get("rewards")):
+        named = rewards.items() if isinstance(rewards, Mapping) else (("", reward) for reward in rewards)
+        noise = _callback(config, "noise", "AdaptiveQuantizationNoise")
+        rows.append(("rewards", "; ".join(f"{name}: {_line(one)}".removeprefix(": ") for name, one in named)))
+        rows.append(("rollouts", f"{rollout['group_size']} completions a prompt, {_line(rollout['sampling'])}"))
+        rows.append(("noise", "none" if noise is None else f"adaptive quantization noise: {_line(noise)}"))
+    return [*rows, ("versions", ", ".join(" ".join(pair) for pair in installed_versions(PACKAGES).items()))]
 
 
 def _callback(config: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any] | None:
     """Settings of a callback, from `trainer.callbacks` or its top-level key; None where it is off."""
-    listed = _at(config, "trainer", "callbacks")
+    listed = config.get("trainer", {}).get("callbacks")
     for one in listed if isinstance(listed, list) else [listed]:
-        if isinstance(one, Mapping) and _short(str(one.get("class_path"))) == name:
+        if isinstance(one, Mapping) and short_name(str(one.get("class_path"))) == name:
             return one.get("init_args", {})
     value = config.get(key)
     return value.get("init_args", value) if isinstance(value, Mapping) else None
 
 
-def _curves(run: Path, rollouts: int) -> str:
-    plot = f"![Reward, entropy and noise of the run]({PLOT})" if (run / PLOT).is_file() else ""
-    path = run / "summary.json"
-    summary = json.loads(path.read_bytes()) if path.is_file() else {}
-    if "held_out_reward_before" not in summary:
-        return f"## Curves\n\n{plot}" if plot else ""
-    rows = [("reward, mean of the first and the last rollouts", summary["reward_first"], summary["reward_last"])]
-    rows += held_out_rows(summary)
-    rows.append(("policy entropy, nats", summary["entropy_first"], summary["entropy_last"]))
-    lines = [f"| {name} | {_number(first)} | {_number(last)} |" for name, first, last in rows]
-    run_of = "" if summary["steps"] == rollouts else f"Of the complete run of {summary['steps']} rollouts.\n\n"
-    table = "\n".join(["| | at the start | at the end |", "|---|---|---|", *lines])
-    return f"## Curves\n\n{run_of}{plot}\n\n{table}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
-def _evaluation(run: Path, policy: Policy) -> str:
-    path = run / "evaluation.json"
-    if not path.is_file():
-        return ""
-    report = json.loads(path.read_bytes())
-    if report["trained"] != weights_digest(policy.trained_state()):
-        log.warning("%s is of other weights than are exported; the model card leaves it out", path)
-        return ""
-    held = f"{report['quantization']}, {report['dtype']}, {report['engine']}"
-    return f"## Evaluation\n\n{metrics_table(report)}\n\nBase in {held}; {sampling_line(report)}"
-
-
-def _repeat(config: Mapping[str, Any]) -> str:
-    if not config:
-        return ""
-    return f"""## Repeat
-
-[{CONFIG}]({CONFIG}) is the configuration. Of local files it has the names: lay them beside it. Loggers, keys, and
-arguments of other packages' classes are left out, and URLs have become the word URL: set what the run needs.
-
-```sh
-qerl fit -c {CONFIG}
-```"""
-
-
-def _class(value: Any) -> str:
-    """A class of the configuration and its settings, in a line."""
-    if isinstance(value, str):
-        return f"`{_short(value)}`"
-    if not isinstance(value, Mapping) or "class_path" not in value:
-        return ""
-    settings = _settings(value.get("init_args") or {})
-    return f"`{_short(value['class_path'])}`" + (f": {settings}" if settings else "")
-
-
-def _settings(values: Mapping[str, Any], prefix: str = "") -> str:
-    """Settings in a line, nested ones by their keys, without those that are null or empty."""
-    texts = []
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            texts.append(_settings(value, f"{prefix}{name}."))
-        elif value not in (None, [], ""):
-            texts.append(f"{prefix}{name} {value}")
-    return ", ".join(text for text in texts if text)
-
-
-def _short(name: str) -> str:
-    """The last name of an import path; a function in a file, file.py:function, as it is."""
-    return name if ":" in name else name.rpartition(".")[2]
+def _line(settings: Any) -> str:
+    """A class of the configuration and its settings in a line, without those that are null or empty."""
+    flat = flatten(settings)
+    name = flat.pop("", None)
+    text = ", ".join(f"{key} {value}" for key, value in flat.items() if value not in ([], ""))
+    return text if name is None else f"`{short_name(name)}`" + (f": {text}" if text else "")
 
 
 def _cell(text: str) -> str:
@@ -285,8 +194,13 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _at(config: Any, *keys: str) -> Any:
-    """The value below these keys, None where one is missing."""
-    for key in keys:
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return config
+def _evaluation(path: Path, policy: Policy) -> str | None:
+    """The metrics of evaluation.json, unless they are of other weights."""
+    if not path.is_file():
+        return None
+    report = json.loads(path.read_bytes())
+    if report["trained"] != weights_digest(policy.trained_state()):
+        log.warning("%s is of other weights than are exported; the model card leaves it out", path)
+        return None
+    held = f"{report['quantization']}, {report['dtype']}, {report['engine']}"
+    return f"{metrics_table(report)}\n\nBase in {held}; {sampling_line(report)}"

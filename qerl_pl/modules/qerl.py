@@ -228,13 +228,16 @@ class QeRLModule(PolicyModule):
         self._log_evaluation("test", batch, dataloader_idx)
 
     def validation_metrics(self) -> dict[str, float]:
-        """Metrics of the validation that has just ended, by tag; also of a sanity check on several sets of prompts.
+        """Metrics of the validation that has just ended, by tag; none of a sanity check on fewer prompts.
 
-        Lightning has the latter neither among `callback_metrics` nor for its loggers.
+        Of a sanity check on several sets, Lightning has them neither among `callback_metrics` nor for its loggers.
         """
-        logged = {tag: float(value) for tag, value in self.trainer.callback_metrics.items() if tag.startswith("val/")}
-        if not self.trainer.sanity_checking:
+        trainer = self.trainer
+        logged = {tag: float(value) for tag, value in trainer.callback_metrics.items() if tag.startswith("val/")}
+        if not trainer.sanity_checking:
             return logged
+        if trainer.num_sanity_val_batches != trainer.num_val_batches:
+            return {}
         return logged | {tag: mean.compute().item() for tag, mean in self._means.items() if mean.update_called}
 
     def _log_evaluation(self, stage: str, batch: PromptBatch, loader: int) -> None:
