@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, Progres
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from qerl_pl.callbacks import (
     AdaptiveQuantizationNoise,
@@ -281,10 +281,11 @@ class QeRLCLI(LightningCLI):
             return super().instantiate_trainer(**given, callbacks=callbacks)
         except UserError:  # a ValueError, too
             raise
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())
+            given = ", ".join(f"{key} {config[key]!s:.40}" for key in ("accelerator", "devices", "strategy"))
             raise UserError(
-                f"Lightning's Trainer refuses a key of trainer: {text:.180}; see qerl fit --help"
+                f"Lightning's Trainer refuses a key of trainer ({given}, ...): {text:.180}; see qerl fit --help"
             ) from error
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
