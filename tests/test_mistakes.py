@@ -2,33 +2,22 @@
 
 import errno
 import hashlib
-import json
 import operator
 import os
 import re
-import shutil
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from qerl_pl.cli.configs import check_config
 from qerl_pl.cli.error_messages import explain
-from qerl_pl.cli.export import take_adapter
 from qerl_pl.cli.main import main
-from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
-from qerl_pl.modules.optimizer import build_optimizer, build_schedule
-from qerl_pl.policy.saved_adapter import read_adapter
-from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -161,7 +150,7 @@ FILES = {
     'model: "x': ", line 1, column 10: found unexpected end of stream; correct the line, or the one before",
     "model: \x07": r" has U\+0007 at character 8; remove it",
     "# für": "text in UTF-8",
-    "rollout: {group_size: 4}\nrollout: {sampling: {}}": "a key stands once .*, line 2 has rollout again; put the values",
+    "rollout: {group_size: 4}\nrollout: {sampling: {}}": "a key stands once .*, line 2 has rollout again; put ",
     "trainer:\n  callbacks:\n  - class_path: A\n    class_path: B": "line 4 has class_path again",
 }
 
@@ -214,45 +203,76 @@ def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
         assert line is not None and line.startswith("saving needs free disk space; ") and "--resume auto" in line
 
 
-OTHER_ADAPTERS = {
-    "use_dora": True,
-    "rank_pattern": {"q_proj": 2},
-    "alpha_pattern": {"q_proj": 2},
-    "fan_in_fan_out": True,
-    "lora_bias": True,
-    "alora_invocation_tokens": [5, 7],  # before which the adapter is off
-    "bias": "all",
-    "peft_type": "LOHA",
-    "init_lora_weights": "pissa",  # which takes from the base what it puts into the adapter
+# A constructor, which the parser calls, and a function of the command line.
+@pytest.mark.parametrize("broken", ["qerl_pl.rollout.collector.check_rewards", "qerl_pl.cli.main.check_devices"])
+def test_what_is_no_mistake_of_the_user_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
+) -> None:
+    monkeypatch.setattr(broken, operator.methodcaller("a_bug"))  # a bug's frame is ours; that of a lambda were a user's
+    with pytest.raises((AttributeError, ValueError), match="has no attribute 'a_bug'"):
+        main(["fit", "-c", QUICKSTART, "--trainer.default_root_dir", str(tmp_path)])
+
+
+def users_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> str:
+    """Name of a module of a user's, where the command is run."""
+    name = f"users_{hashlib.sha256(code.encode()).hexdigest()[:8]}"
+    (folder / f"{name}.py").write_text(f"from qerl_pl.datamodules import PromptDataModule, Row\n{code}")
+    monkeypatch.chdir(folder)
+    return name
+
+
+REWARD = "class Mine:\n    name = 'mine'\n    weight = 1.0\n    def __call__(self, samples):\n        return samples\n"
+USERS: dict[str, tuple[str, str, type[Exception]]] = {
+    "reward": (REWARD + "    def __init__(self):\n        {}['x']\n", "rewards", KeyError),
+    "module": ("1 / 0\n" + REWARD, "rewards", ZeroDivisionError),
+    "data": (
+        "class Mine(PromptDataModule):\n    def __init__(self):\n        raise RuntimeError('no words')\n",
+        "data",
+        RuntimeError,
+    ),
 }
 
 
-@pytest.mark.parametrize("key", [*OTHER_ADAPTERS, None])
-def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_path: Path, key: str | None) -> None:
-    plain = {"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8, "use_rslora": True}
-    off = {"use_dora": False, "rank_pattern": {}, "bias": "none", "peft_type": "LORA", "init_lora_weights": True}
-    on = {} if key is None else {key: OTHER_ADAPTERS[key]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(plain | off | on))
-    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(4, 2)}, tmp_path / "adapter_model.safetensors")
-    policy = SimpleNamespace(path=str(tmp_path), lora=SimpleNamespace())
-    if key is None:
-        take_adapter(policy, "test", None)
-        assert (policy.path, policy.adapter) == ("base", str(tmp_path))
-        return
-    with pytest.raises(UserError, match=f"sets {key}; merge it"):
-        take_adapter(policy, "test", None)
+@pytest.mark.parametrize("case", USERS)
+def test_an_error_in_a_users_class_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    code, where, kind = USERS[case]
+    module = users_module(tmp_path, monkeypatch, code)
+    settings = yaml.safe_load(Path(QUICKSTART).read_text())
+    if where == "data":
+        settings["data"] = {"class_path": f"{module}.Mine"}
+    else:
+        settings["rollout"]["rewards"] = {"mine": f"{module}.Mine"}
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    with pytest.raises(Exception) as raised:  # jsonargparse wraps what its parsing meets
+        main(["fit", "-c", str(path), "--trainer.default_root_dir", str(tmp_path / "run")])
+    cause: BaseException | None = raised.value
+    while cause is not None and type(cause) is not kind or cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    assert type(cause) is kind
+    assert f"{module}.py" in "".join(traceback.format_exception(raised.value))
 
 
-@pytest.mark.parametrize("other", ["lm_head.weight", "model.embed_tokens.lora_embedding_A"])
-def test_an_adapter_with_other_tensors_is_told_which(tmp_path: Path, other: str) -> None:
-    """As PEFT saves `modules_to_save` with the output layer, and an adapter of embeddings; norms can go on."""
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8})
-    )
-    q_proj, norm = (f"base_model.model.model.layers.0.{name}" for name in ("self_attn.q_proj", "input_layernorm"))
-    tensors = {f"{q_proj}.lora_A.weight": torch.ones(4, 2), f"{norm}.weight": torch.ones(2)}
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    assert read_adapter(str(tmp_path)).train_norms
-    save_file(tensors | {f"base_model.model.{other}": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(UserError, match=f"{tmp_path} has base_model.model.{other}; merge it"):
-        read_adapter(str(tmp_path))
+def test_commands_of_our_own_report_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "config.json" in complaint(capsys, "quantize", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "see qerl export --help" in complaint(capsys, "export", str(tmp_path))
+    rule = "qerl takes a command first, one of configs, export, fit, quantize, test, validate; got "
+    for words, found in {
+        ("exprt", "a"): "exprt; did you mean export? see",
+        ("-c", "sft"): "none; see",
+        (): "none; ",
+    }.items():
+        assert f"{rule}{found}" in complaint(capsys, *words)
+
+
+def test_a_run_folder_may_be_below_the_home_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["fit", "-c", QUICKSTART, "--trainer.default_root_dir", "~/runs/mine", "--model.policy.toy.steps", "1"]
+    (tmp_path / "runs" / "mine" / ".lock").mkdir(parents=True)
+    line = complaint(capsys, *arguments)
+    assert f"{tmp_path}/runs/mine/.lock: Is a directory" in line and not (tmp_path / "~").exists()
