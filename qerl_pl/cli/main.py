@@ -12,12 +12,13 @@ from typing import Any
 
 import jsonargparse
 from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from qerl_pl.callbacks import (
     AdaptiveQuantizationNoise,
@@ -283,9 +284,9 @@ class QeRLCLI(LightningCLI):
             raise
         except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())
-            given = ", ".join(f"{key} {config[key]!s:.40}" for key in ("accelerator", "devices", "strategy"))
+            keys = ", ".join(f"{key} {config[key]!s:.40}" for key in ("accelerator", "devices", "strategy"))
             raise UserError(
-                f"Lightning's Trainer refuses a key of trainer ({given}, ...): {text:.180}; see qerl fit --help"
+                f"Lightning's Trainer refuses a key of trainer ({keys}, ...): {text:.180}; see qerl fit --help"
             ) from error
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
