@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from cli_helpers import built, saved_config
+from lightning.pytorch import Trainer
 from short_run import data, module_of, rollout_of
 
 from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
@@ -170,13 +171,19 @@ def test_gdpo_refuses_another_advantage_norm_than_its_own(objective: Objective, 
 def test_a_teacher_that_nothing_learns_from_is_named(
     objective: Objective, teacher: TeacherConfig, names: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module_of(Path("nowhere"), objective=objective, teacher=teacher).setup("fit")
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
+    module = module_of(Path("nowhere"), objective=objective, teacher=teacher)
+    module.trainer = trainer
+    caplog.clear()
+    module.setup("fit")
     needed = "a model.objective that distils (OnPolicyDistillation, or"
     assert [message.partition(needed)[0] for message in caplog.messages] == [f"{names} no effect without "] * bool(
         names
     )
     caplog.clear()
-    module_of(Path("nowhere"), objective=OnPolicyDistillation(), teacher=teacher).setup("fit")
+    module = module_of(Path("nowhere"), objective=OnPolicyDistillation(), teacher=teacher)
+    module.trainer = trainer
+    module.setup("fit")
     assert not caplog.messages
 
 
