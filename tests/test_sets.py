@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,8 +224,7 @@ def test_a_misspelt_metric_is_refused_after_the_first_step_or_the_validation_bef
 )
 def test_a_misspelt_metric_is_refused_in_supervised_fine_tuning(monitor: str, tiny_policy_dir: Path) -> None:
     module = SFTModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
-    trainer: Any = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
-    trainer.strategy.connect(module)
+    trainer: Any = SimpleNamespace(precision="32-true", max_epochs=1, max_steps=-1, lightning_module=module)
     trainer.datamodule = ConversationDataModule([{"prompt": "1", "completion": "2"}], max_length=8)
     for name in (monitor, "val/loss", "optim/loss"):
         trainer.callbacks = [ModelCheckpoint(monitor=name)]
