@@ -14,8 +14,7 @@ from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted
 from qerl_pl.errors import Stopped, StopSignals, UserError, sigusr1_as_sigterm
 from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
-from qerl_pl.runtime.checks import check_strategy
-from qerl_pl.runtime.slurm import check_tasks, take_sigusr1
+from qerl_pl.runtime.slurm import check_tasks, check_world, take_sigusr1
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
 ARRAY = {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
@@ -176,7 +175,7 @@ def test_another_number_of_processes_than_devices_is_refused(
     for name, value in (TASK | variables).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=message) as raised:
-        check_strategy(make())
+        check_world(make())
     assert "\n" not in str(raised.value)
 
 
@@ -201,7 +200,7 @@ def test_as_many_processes_as_devices_are_right(
     for name, value in (TASK | variables).items():
         monkeypatch.setenv(name, value)
     check_tasks()
-    check_strategy(make())
+    check_world(make())
 
 
 def test_tasks_are_given_by_node(monkeypatch: pytest.MonkeyPatch) -> None:

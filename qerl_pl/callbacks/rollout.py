@@ -26,7 +26,7 @@ from qerl_pl.rewards import (
     with_environment_reward,
 )
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.runtime.checks import ChecksFirst, check_logged, check_monitors, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.checks import ChecksFirst, check_monitors, no_sampling_callback, warn_of_unused
 from qerl_pl.runtime.openmp import let_waiting_threads_sleep
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
@@ -244,7 +244,8 @@ class RolloutCallback(Callback, ChecksFirst):
         if stage == "fit":
             module.start_afresh()  # or the engine would share no weights with a policy that is still loaded
             self._forget()
-            check_monitors(trainer, data.val_names, self.eval_config.metric_names())
+            prefixes = [f"val/{name}/" if name else "val/" for name in data.val_names]
+            check_monitors(trainer, [prefix + name for prefix in prefixes for name in self.eval_config.metric_names()])
         check_references(self.config.rewards, data.references)
         warn_of_opened_tags(self.config.rewards, module, data)
         if self._launched:  # by a stage of which no end was told
@@ -376,7 +377,7 @@ class RolloutCallback(Callback, ChecksFirst):
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse callbacks that monitor what the validation has not logged; of several sets Lightning keeps nothing."""
         if len(_data(trainer).val_names) == 1:
-            check_logged(trainer)
+            check_monitors(trainer, trainer.callback_metrics)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0

@@ -4,7 +4,7 @@ import inspect
 import logging
 from argparse import ArgumentError
 from collections.abc import Collection
-from dataclasses import asdict, is_dataclass
+from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
@@ -43,7 +43,8 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
     run = config[config["subcommand"]]
     for key, kind in {"model": QeRLModule, "rollout": RolloutCallback, "trainer": Trainer}.items():
         _check_group(kind, run[key], key)
-    _check_classes(run, "")
+    if "init_args" in run.data:
+        _check_group(resolve_name(run.data.class_path), run.data.init_args, "data")
     set_parsing_settings(unset_sentinel=True)  # or null means that nothing was given, whatever the type
     try:
         parser.validate(config)
@@ -51,18 +52,6 @@ def check_values(parser: ArgumentParser, config: Namespace) -> None:
         raise ArgumentError(None, str(error)) from error
     finally:
         set_parsing_settings(unset_sentinel=False)
-
-
-def _check_classes(value: Any, key: str) -> None:
-    """Check the arguments of every class that is named somewhere in `value`."""
-    for item in value if isinstance(value, list) else []:
-        name = item.get("class_path", "") if isinstance(item, Namespace) else ""
-        _check_classes(item, f"{key}.{name.rpartition('.')[2]}".removesuffix("."))
-    if isinstance(value, Namespace):
-        if "class_path" in value and "init_args" in value:
-            _check_group(resolve_name(value["class_path"]), value["init_args"], key)
-        for name, item in vars(value).items():
-            _check_classes(item, f"{key}.{name}".removesuffix(".init_args").removeprefix("."))
 
 
 def _check_group(kind: type, value: Any, key: str) -> None:
@@ -160,27 +149,21 @@ def _prepare_sft(config: Namespace, command: str, defaults: Namespace) -> None:
             "conversations are validated on, not tested; got qerl test; use qerl validate, or name the adapter as "
             "model.policy.path of a configuration with prompts"
         )
-    for name, parameter in inspect.signature(QeRLModule).parameters.items():
-        if name not in SFT_KEYS and _plain(value := config.model[name]) != _plain(parameter.default):
-            raise UserError(
-                "supervised fine-tuning has no rollouts and no objective; got "
-                f"model.{name} {_text(value)}; leave it out"
-            )
-    for key in ("noise", "report", "rollout", "monitor", "completions", "summary"):
+    own = [f"model.{name}" for name in inspect.signature(QeRLModule).parameters if name not in SFT_KEYS]
+    for key in (*own, "noise", "report", "rollout", "monitor", "completions", "summary"):
         if config[key] is not None and _plain(config[key]) != _plain(defaults[key]):
-            remedy = "leave it out" if key == "rollout" else "set it to null"
-            raise UserError(f"supervised fine-tuning has no rollouts; got the key {key}; {remedy}")
+            found = f" and no objective; got {key} {_text(config[key])}; leave it out"
+            found = found if key in own else f"; got the key {key}; set it to null, or leave it out"
+            raise UserError(f"supervised fine-tuning has no rollouts{found}")
     if config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
         config.best.init_args.update(Namespace(SFT_BEST))
 
 
 def _plain(value: object) -> object:
-    """A dataclass, or the parser's namespace of one, as a dictionary, a tuple as a list; else the value."""
+    """The parser's namespace of a dataclass as a dictionary, a tuple as a list; else the value."""
     if isinstance(value, Namespace):
         return {name: _plain(item) for name, item in vars(value).items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return _plain(Namespace(asdict(value))) if is_dataclass(value) and not isinstance(value, type) else value
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _text(value: object) -> str:

@@ -12,10 +12,12 @@ from typing import Any
 
 import jsonargparse
 from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from qerl_pl.callbacks import (
@@ -57,9 +59,10 @@ from qerl_pl.runtime.checkpoint_io import (
     newest_checkpoint,
     verify,
 )
-from qerl_pl.runtime.checks import check_ranks_divide, check_strategy
+from qerl_pl.runtime.checks import check_devices, check_ranks_divide
 from qerl_pl.runtime.communicator import is_first_process, planned_ranks
 from qerl_pl.runtime.files import locked
+from qerl_pl.runtime.slurm import check_world
 from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 
 
@@ -260,9 +263,10 @@ class QeRLCLI(LightningCLI):
             kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, **own)
         kwargs["use_distributed_sampler"] = False  # every rank sees the complete batch
         trainer = self._trainer(kwargs, config)
-        check_strategy(trainer)
-        if planned_ranks(trainer) > 1:
+        check_world(trainer)
+        if planned_ranks(trainer) > 1 and type(trainer.strategy) is DDPStrategy:
             trainer = self._trainer(kwargs | {"strategy": UnwrappedDDPStrategy()}, config)
+        check_devices(trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 # As its __init__ has it: on resumption it compares the folder, or forgets its best score.
@@ -278,10 +282,11 @@ class QeRLCLI(LightningCLI):
             return super().instantiate_trainer(**given, callbacks=callbacks)
         except UserError:  # a ValueError, too
             raise
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())
+            keys = ", ".join(f"{key} {config[key]!s:.40}" for key in ("accelerator", "devices", "strategy"))
             raise UserError(
-                f"Lightning's Trainer refuses a key of trainer: {text:.180}; see qerl fit --help"
+                f"Lightning's Trainer refuses a key of trainer ({keys}, ...): {text:.180}; see qerl fit --help"
             ) from error
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:

@@ -45,7 +45,7 @@ from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, refuse_mid
 from qerl_pl.runtime.checks import (
     ChecksFirst,
     check_devices,
-    check_logged,
+    check_monitors,
     limit_epochs,
     refuse_weight_averaging,
     require_planned_end,
@@ -59,6 +59,8 @@ from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger(__name__)
 
+OF_LIGHTNING = ("epoch", "step", "rollouts")
+"""What ModelCheckpoint may monitor, too, though no step logs it."""
 RATES = ("initial_lr", "weight_decay")
 """Optimizer settings that a resumed run takes from its configuration, not from the checkpoint."""
 
@@ -320,7 +322,7 @@ class PolicyModule(LightningModule, ChecksFirst):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After the first step, refuse callbacks that monitor what it has not logged."""
         if not self._has_stepped:
-            check_logged(self.trainer)
+            check_monitors(self.trainer, [*self.trainer.callback_metrics, *OF_LIGHTNING], by="steps")
         self._has_stepped = True
 
     @contextmanager

@@ -73,7 +73,7 @@ class SFTModule(PolicyModule):
         """Refuse another precision, a run without an end, other data, and conversations too long."""
         super().check_first(trainer, stage)
         if stage == "fit":
-            check_monitors(trainer, [""], ("loss", "perplexity", "mean_token_accuracy"))
+            check_monitors(trainer, ["val/loss", "val/perplexity", "val/mean_token_accuracy"])
         data, positions = _data(trainer), self.policy_config.positions()
         if positions is not None and data.max_length > positions:
             raise UserError(
