@@ -206,12 +206,12 @@ def test_a_process_that_ends_before_the_ranks_have_met_ends_the_run(
     assert process.exitcode == found and lines == ([f"qerl: rank 1: {last}{REMEDY}"] if last else []), printed
 
 
-def be_killed(file: Path) -> None:
+def be_killed(file: Path, errors: Path) -> None:
     """The first process of a machine, killed before the ranks have met; the file has the other's number."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), sys.stderr.fileno())
     os.environ["QERL_LAUNCHER"] = str(os.getpid())
     child = os.fork()
     if child == 0:
-        strategy.PAUSE = 0.0
         os.environ["LOCAL_RANK"] = "1"
         FailureDetectingLauncher(LightningEnvironment(), num_processes=2, num_nodes=1).launch(time.sleep, 600)
     file.write_text(str(child))
@@ -219,12 +219,13 @@ def be_killed(file: Path) -> None:
 
 
 def test_a_launched_process_ends_with_its_launcher_before_the_ranks_have_met(tmp_path: Path) -> None:
-    process = processes().Process(target=be_killed, args=(tmp_path / "pid",))
+    process = processes().Process(target=be_killed, args=(tmp_path / "pid", tmp_path / "child.log"))
     process.start()
     process.join(timeout=50)
     child = int((tmp_path / "pid").read_text())
     for _ in range(200):
         if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            assert (tmp_path / "child.log").read_text() == f"qerl: rank 0: {LOST}{REMEDY}\n"
             return
         time.sleep(0.05)
     os.kill(child, signal.SIGKILL)

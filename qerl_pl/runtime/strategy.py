@@ -129,10 +129,10 @@ class FailureDetectingLauncher(_SubprocessScriptLauncher):
                 os.environ["MASTER_PORT"] = str(self._rendezvous.port)
             os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
-            for rank, child in enumerate(self.procs, start=1):
+            for rank, child in enumerate(self.procs, start=self._first_rank + 1):
                 threading.Thread(target=self._observe, args=(rank, child), daemon=True).start()
         elif _LAUNCHER in os.environ and self.cluster_environment.local_rank() > 0:
-            threading.Thread(target=_end_with, args=(int(os.environ[_LAUNCHER]),), daemon=True).start()
+            threading.Thread(target=self._end_with, args=(int(os.environ[_LAUNCHER]),), daemon=True).start()
         return function(*args, **kwargs)
 
     def _observe(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
@@ -144,6 +144,21 @@ class FailureDetectingLauncher(_SubprocessScriptLauncher):
             for other in self.procs:
                 other.kill()
             os._exit(status)
+
+    def _end_with(self, launcher: int) -> None:
+        """End this process soon after its launcher, as the ranks may not have met, or this one may hang."""
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        if self.met.is_set():
+            time.sleep(PAUSE)  # the failure detector reports
+        elif self.cluster_environment.local_rank() == 1:
+            _report(self._first_rank, _reason(None)[0])
+        os._exit(1)
+
+    @property
+    def _first_rank(self) -> int:
+        """The rank of the launcher."""
+        return self.cluster_environment.node_rank() * self.num_processes
 
 
 class FailureDetector:
@@ -285,14 +300,6 @@ def _reason(child: "subprocess.Popen[bytes] | None") -> tuple[str, int]:
     else:
         reason = f"its process ended with status {status}" if status else "its process ended before the run did"
     return f"{reason}; run the command again, training with --resume auto", status or 1
-
-
-def _end_with(launcher: int) -> None:
-    """End this process some seconds after its launcher, as it may wait for it before the ranks have met."""
-    while os.getppid() == launcher:
-        time.sleep(1.0)
-    time.sleep(PAUSE)  # the failure detector reports
-    os._exit(1)
 
 
 @contextmanager
