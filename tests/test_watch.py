@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -37,6 +38,9 @@ def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
     ports = listening()
     detector = FailureDetector(communicator, rank, [])
     assert fault != "none" or listening() == ports, "a cluster may open MASTER_PORT alone"
+    for connection in psutil.Process().net_connections("tcp"):  # or a machine that is lost is never noticed
+        with socket.socket(fileno=os.dup(connection.fd)) as one:
+            assert one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 180_000
     assert communicator.all_gather(rank) == [0, 1, 2] and communicator.concatenate([rank] * rank) == [1, 2, 2]
     with pytest.raises(UserError) as caught:
         communicator.require_same({"base model": "x", "data": rank // 2})

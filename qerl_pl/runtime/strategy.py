@@ -271,7 +271,7 @@ class FailureDetector:
 def _limit_silence() -> None:
     """Have the system end a connection whose machine has been lost for three minutes; a frozen process keeps it."""
     for connection in psutil.Process().net_connections("tcp") if sys.platform == "linux" else ():
-        with socket.socket(fileno=os.dup(connection.fd)) as one:
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as one:  # closed meanwhile
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in (
                 (socket.TCP_KEEPIDLE, 60),
