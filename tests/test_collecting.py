@@ -17,12 +17,11 @@ from qerl_pl.rollout.collector import Collector
 from qerl_pl.rollout.experience import (
     Group,
     pad_completions,
-    repeats_itself,
     require_finite_logprobs,
-    reward_metrics,
     score_groups,
     totals,
 )
+from qerl_pl.rollout.metrics import repeats_itself, reward_metrics
 from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig

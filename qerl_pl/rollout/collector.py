@@ -1,7 +1,6 @@
 """Samples and scores the completions of a training batch, spread over the ranks."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,16 +25,14 @@ from qerl_pl.rewards import (
 )
 from qerl_pl.rollout.experience import (
     Group,
-    environment_metrics,
     gather_by_index,
     pad_completions,
     pad_routing,
-    repeats_itself,
     require_finite_logprobs,
-    reward_metrics,
     score_groups,
     totals,
 )
+from qerl_pl.rollout.metrics import completion_metrics, environment_metrics, logged_means, reward_metrics
 from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import sample_seeds, stream_seed
@@ -312,7 +309,8 @@ class Collector:
     def _experience(
         self, groups: Sequence[Group], version: int, seconds: float, metrics: dict[str, float]
     ) -> Experience:
-        training, size = [group for group in groups if group.trains], self.config.group_size
+        config, training = self.config, [group for group in groups if group.trains]
+        size = config.group_size
         local = [index for index, group in enumerate(training) if group.completions]
         rows = torch.tensor([index * size + sample for index in local for sample in range(size)], dtype=torch.int64)
         prompts = [training[index].prompt for index in local]
@@ -320,9 +318,7 @@ class Collector:
         require_finite_logprobs(prompts, completions, type(self.engine).__name__, version)
         pad = self.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(prompts, completions, 0 if pad is None else int(pad))
-        sampled = torch.tensor([float(length) for group in training for length in group.lengths])
         truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
-        sampled_tokens = sum(length for group in groups for length in group.lengths)
         advantages = self._advantages(training)
         if training and not advantages.any() and not self.objective.needs_teacher:
             log.warning("rollout %d has no advantages: each group's rewards are equal or missing", version)
@@ -331,19 +327,13 @@ class Collector:
                 "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
                 "raise rollout.sampling.max_tokens",
                 version,
-                self.config.sampling.max_tokens,
+                config.sampling.max_tokens,
             )
-        metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups) | self._logged_means()
+        metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups)
+        metrics |= completion_metrics(groups, self.ranks)
+        if functions_among(config.rewards):
+            metrics |= logged_means(self._logged, self.ranks)
         self._warn_of_missing_rewards(groups, version)
-        metrics |= {
-            "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
-            "completions/sampled_tokens": sampled_tokens,
-            "completions/length_mean": sampled.mean().item(),  # NaN, like all means here, if no group trains
-            "completions/length_max": sampled.max().item() if len(sampled) else math.nan,
-            "completions/truncated_frac": truncated.float().mean().item(),
-            "completions/sampler_entropy": self._sampler_entropy(groups),
-            "completions/repetitive_frac": self._repetitive_share(groups),
-        }
         return Experience(
             version=version,
             tokens=tokens,
@@ -352,10 +342,10 @@ class Collector:
             sampler_logprobs=logprobs,
             advantages=advantages[rows],
             truncated=truncated[rows],
-            sampled_tokens=sampled_tokens,
+            sampled_tokens=sum(length for group in groups for length in group.lengths),
             seconds=seconds,
-            temperature=self.config.sampling.temperature,
-            max_tokens=self.config.sampling.max_tokens,
+            temperature=config.sampling.temperature,
+            max_tokens=config.sampling.max_tokens,
             indices=rows,
             routing=pad_routing(completions, tokens.shape),
             metrics=metrics,
@@ -393,30 +383,6 @@ class Collector:
         """Each reward [B] of the completions of some groups, and its weight, by name."""
         rewards = {name: torch.cat([group.rewards[name] for group in groups]) for name in groups[0].rewards}
         return rewards, {reward.name: reward.weight for reward in self.config.rewards}
-
-    def _logged_means(self) -> dict[str, float]:
-        """Means over all ranks of what reward functions log."""
-        if not functions_among(self.config.rewards):
-            return {}
-        everywhere = self.ranks.all_gather(self._logged)
-        values = {
-            name: [value for one in everywhere for value in one.get(name, ())] for one in everywhere for name in one
-        }
-        return {name: math.fsum(one) / len(one) for name, one in values.items()}
-
-    def _sampler_entropy(self, groups: Sequence[Group]) -> float:
-        """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""
-        logprobs = [completion.logprobs for group in groups for completion in group.completions]
-        counts = [len(completion.sampled_ids) for group in groups for completion in group.completions]
-        sums = self.ranks.all_gather((-math.fsum(map(math.fsum, logprobs)), sum(counts)))
-        tokens = sum(count for _, count in sums)
-        return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
-
-    def _repetitive_share(self, groups: Sequence[Group]) -> float:
-        """Share of the sampled completions of all ranks that repeat themselves."""
-        repetitive = [repeats_itself(completion.sampled_ids) for group in groups for completion in group.completions]
-        counts = self.ranks.all_gather((sum(repetitive), len(repetitive)))
-        return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
 
 
 @contextmanager

@@ -9,17 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.algorithm.advantages import have_differences
 from qerl_pl.errors import UserError
 from qerl_pl.rewards import Reward, RewardSample, functions_among, score
 from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.types import Completion, CompletionRecord, DialogueFacts, Prompt
 
 T = TypeVar("T")
-
-REPEATED_NGRAM = 4
-REPEATED_SHARE = 0.5
-"""A completion repeats itself if more than this share of its n-grams occur earlier in it."""
 
 
 @dataclass(frozen=True)
@@ -158,49 +153,6 @@ def gather_by_index(ranks: Communicator, indices: Sequence[int], values: Sequenc
 def totals(groups: Sequence[Group]) -> Tensor:
     """Weighted sums of the rewards of all completions, float32 [B]; B is 0 without groups."""
     return torch.cat([torch.zeros(0), *(group.total for group in groups)])
-
-
-def reward_metrics(groups: Sequence[Group], combined: Tensor) -> dict[str, float]:
-    """Mean and standard deviation of the rewards of all sampled completions, dropped groups included.
-
-    A reward that applies to no completion has no metric of its own.
-
-    Args:
-        groups: All groups.
-        combined: The rewards of all completions as the advantages combine them, [B]; a group has no signal where they
-            are all equal.
-    """
-    total = totals(groups)
-    applies = total[~total.isnan()]
-    metrics = {"reward/mean": applies.mean().item()}
-    metrics["reward/std"] = applies.std().item() if len(applies) > 1 else math.nan  # of which PyTorch would warn
-    signal = have_differences(combined.view(len(groups), -1)).tolist()
-    metrics["completions/groups_without_signal_frac"] = signal.count(False) / len(groups)
-    for name in groups[0].rewards:
-        values = torch.cat([group.rewards[name] for group in groups])
-        if not values.isnan().all():
-            metrics[f"reward/{name}"] = values.nanmean().item()
-    return metrics
-
-
-def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over all dialogues; the share of failed calls is of all calls. Empty without an environment."""
-    dialogues = [dialogue for group in groups for dialogue in group.dialogues]
-    if not dialogues:
-        return {}
-    calls = sum(dialogue.calls for dialogue in dialogues)
-    return {
-        "environment/turns": sum(dialogue.turns for dialogue in dialogues) / len(dialogues),
-        "environment/calls": calls / len(dialogues),
-        "environment/failed_calls_frac": sum(dialogue.failed_calls for dialogue in dialogues) / (calls or math.nan),
-        "environment/tool_s": math.fsum(dialogue.tool_seconds for dialogue in dialogues) / len(dialogues),
-    }
-
-
-def repeats_itself(token_ids: Sequence[int]) -> bool:
-    """Whether more than half of a completion's 4-grams occur earlier in it: seq-rep-4 (arXiv 1908.04319, sec. 6)."""
-    ngrams = list(zip(*(token_ids[start:] for start in range(REPEATED_NGRAM)), strict=False))
-    return len(ngrams) - len(set(ngrams)) > REPEATED_SHARE * len(ngrams)
 
 
 def pad_completions(

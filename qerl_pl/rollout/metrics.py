@@ -1,0 +1,102 @@
+"""Metrics of a rollout, by TensorBoard tag, over the completions of all ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from qerl_pl.algorithm.advantages import have_differences
+from qerl_pl.rollout.experience import Group, totals
+from qerl_pl.runtime.communicator import Communicator
+
+REPEATED_NGRAM = 4
+REPEATED_SHARE = 0.5
+"""A completion repeats itself if more than this share of its n-grams occur earlier in it."""
+
+
+def reward_metrics(groups: Sequence[Group], combined: Tensor) -> dict[str, float]:
+    """Mean and standard deviation of the rewards of all sampled completions, dropped groups included.
+
+    A reward that applies to no completion has no metric of its own.
+
+    Args:
+        groups: All groups.
+        combined: The rewards of all completions as the advantages combine them, [B]; a group has no signal where they
+            are all equal.
+    """
+    total = totals(groups)
+    applies = total[~total.isnan()]
+    metrics = {"reward/mean": applies.mean().item()}
+    metrics["reward/std"] = applies.std().item() if len(applies) > 1 else math.nan  # of which PyTorch would warn
+    signal = have_differences(combined.view(len(groups), -1)).tolist()
+    metrics["completions/groups_without_signal_frac"] = signal.count(False) / len(groups)
+    for name in groups[0].rewards:
+        values = torch.cat([group.rewards[name] for group in groups])
+        if not values.isnan().all():
+            metrics[f"reward/{name}"] = values.nanmean().item()
+    return metrics
+
+
+def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over all dialogues; the share of failed calls is of all calls. Empty without an environment."""
+    dialogues = [dialogue for group in groups for dialogue in group.dialogues]
+    if not dialogues:
+        return {}
+    calls = sum(dialogue.calls for dialogue in dialogues)
+    return {
+        "environment/turns": sum(dialogue.turns for dialogue in dialogues) / len(dialogues),
+        "environment/calls": calls / len(dialogues),
+        "environment/failed_calls_frac": sum(dialogue.failed_calls for dialogue in dialogues) / (calls or math.nan),
+        "environment/tool_s": math.fsum(dialogue.tool_seconds for dialogue in dialogues) / len(dialogues),
+    }
+
+
+def completion_metrics(groups: Sequence[Group], ranks: Communicator) -> dict[str, float]:
+    """Lengths, truncation, entropy and repetition of the completions; means are NaN if no group trains. Collective.
+
+    Args:
+        groups: All groups; those of other ranks have no completions.
+        ranks: All training processes.
+    """
+    training = [group for group in groups if group.trains]
+    lengths = torch.tensor([float(length) for group in training for length in group.lengths])
+    truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
+    return {
+        "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
+        "completions/sampled_tokens": sum(length for group in groups for length in group.lengths),
+        "completions/length_mean": lengths.mean().item(),
+        "completions/length_max": lengths.max().item() if len(lengths) else math.nan,
+        "completions/truncated_frac": truncated.float().mean().item(),
+        "completions/sampler_entropy": _sampler_entropy(groups, ranks),
+        "completions/repetitive_frac": _repetitive_share(groups, ranks),
+    }
+
+
+def logged_means(logged: Mapping[str, Sequence[float]], ranks: Communicator) -> dict[str, float]:
+    """Means over all ranks of what reward functions have logged, by name. Collective."""
+    everywhere = ranks.all_gather(dict(logged))
+    values = {name: [value for one in everywhere for value in one.get(name, ())] for one in everywhere for name in one}
+    return {name: math.fsum(one) / len(one) for name, one in values.items()}
+
+
+def _sampler_entropy(groups: Sequence[Group], ranks: Communicator) -> float:
+    """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""
+    logprobs = [completion.logprobs for group in groups for completion in group.completions]
+    counts = [len(completion.sampled_ids) for group in groups for completion in group.completions]
+    sums = ranks.all_gather((-math.fsum(map(math.fsum, logprobs)), sum(counts)))
+    tokens = sum(count for _, count in sums)
+    return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
+
+
+def _repetitive_share(groups: Sequence[Group], ranks: Communicator) -> float:
+    """Share of the sampled completions of all ranks that repeat themselves."""
+    repetitive = [repeats_itself(completion.sampled_ids) for group in groups for completion in group.completions]
+    counts = ranks.all_gather((sum(repetitive), len(repetitive)))
+    return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
+
+
+def repeats_itself(token_ids: Sequence[int]) -> bool:
+    """Whether more than half of a completion's 4-grams occur earlier in it: seq-rep-4 (arXiv 1908.04319, sec. 6)."""
+    ngrams = list(zip(*(token_ids[start:] for start in range(REPEATED_NGRAM)), strict=False))
+    return len(ngrams) - len(set(ngrams)) > REPEATED_SHARE * len(ngrams)
