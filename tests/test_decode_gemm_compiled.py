@@ -155,6 +155,7 @@ def test_a_turn_includes_what_waits_for_a_copy_behind_the_loop():
     assert [address for address, _ in turn(code, 0, 4)] == [0, 1, 5, 6, 7, 2, 3]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_nothing_is_written_to_registers_that_a_product_may_still_read(case):
     # Before CUDA 13.3 ptxas would do so in a loop's next turn (`finish_products`).

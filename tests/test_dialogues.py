@@ -76,8 +76,14 @@ def talker(template: str) -> Talking:
     return Talking(says)
 
 
-@pytest.mark.parametrize("steps", [False, True])
-@pytest.mark.parametrize("template", ["qwen2.5", "qwen3", "llama3", "toy"])
+DIALOGUES = [(template, steps) for template in ("qwen2.5", "qwen3", "llama3", "toy") for steps in (False, True)]
+EVERY_RUN = (("qwen3", True), ("llama3", False))
+
+
+@pytest.mark.parametrize(
+    ("template", "steps"),
+    [pytest.param(*one, marks=[] if one in EVERY_RUN else [pytest.mark.nightly]) for one in DIALOGUES],
+)
 def test_what_trains_is_what_was_sampled_in_ten_thousand_dialogues(template: str, steps: bool) -> None:
     count, thinks = 1250, steps  # 10,000 over all templates
     pool = LocalPool(lambda row: Answering(row, ANSWERS, steps))

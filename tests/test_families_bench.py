@@ -13,6 +13,8 @@ from pages import ROOT
 from qerl_pl.engines import transformers as reference_engine
 from qerl_pl.models.families import Family, noisy_norm_names
 
+pytestmark = pytest.mark.nightly
+
 ARGS = ["--family", "gemma3_text", "--shape", "tiny", "--device", "cpu", "--engine", "transformers"]
 ARGS += ["--prompts", "2", "--tokens", "8"]
 

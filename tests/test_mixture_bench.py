@@ -17,6 +17,8 @@ from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
 from qerl_pl.models.folder import TensorFiles, read_config
 
+pytestmark = pytest.mark.nightly
+
 CPU = torch.device("cpu")
 
 

@@ -13,6 +13,8 @@ from pages import ROOT
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.toy.policy import ToyConfig
 
+pytestmark = pytest.mark.nightly
+
 NOTEBOOKS = ROOT / "notebooks"
 
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from qerl_kernels import decode_gemm_schedule, select_backend
 
+pytestmark = pytest.mark.nightly
+
 RESULTS = Path(bench_tiles.__file__).parents[1] / "results"
 
 

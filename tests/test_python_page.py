@@ -16,6 +16,8 @@ from qerl_pl.rewards import RewardFunction
 from qerl_pl.toy.policy import ToyConfig
 from qerl_pl.types import Experience
 
+pytestmark = pytest.mark.nightly
+
 TRAIN, VALIDATE, EXPORT, LOOP = fences(ROOT / "docs" / "python.md", "python")
 ROLLOUTS = 3
 
