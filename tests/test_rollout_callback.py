@@ -287,13 +287,20 @@ class TwoSets(PromptDataModule):
         return []
 
 
+def trainer_with(strategy: Any) -> Any:
+    """What the callback's set-up reads of a trainer."""
+    return SimpleNamespace(
+        callbacks=[], datamodule=TwoSets(), lightning_module=None, sanity_checking=False, strategy=strategy
+    )
+
+
 @pytest.fixture
 def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
     """The callback on an engine that says what a test makes it say, with a module and a trainer to call it with."""
     callback, module, trainer = (
         rollout_of(),
         module_of(Path("nowhere")),
-        SimpleNamespace(callbacks=[], datamodule=TwoSets()),
+        SimpleNamespace(callbacks=[], datamodule=TwoSets(), lightning_module=None, sanity_checking=False),
     )
     callback._collector = Collector(config_of(resample_rounds=1), Scripted(), Words(), DrGRPO(), seed=7)  # type: ignore
     callback._evaluator = evaluator_of(Scripted())
@@ -310,7 +317,7 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
     module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
     monkeypatch.setattr("qerl_pl.callbacks.rollout.communicator_of", lambda trainer: ranks)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    callback.setup(SimpleNamespace(callbacks=[], datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+    callback.setup(trainer_with(strategy), module, "fit")
     assert module.shared_weights is None and module._releasable_gib == 0
     assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is callback.evaluator.ranks is ranks
 
@@ -325,7 +332,7 @@ def test_an_engine_makes_room_for_an_adapter_or_takes_every_weight(tmp_path: Pat
         module.policy_config = replace(module.policy_config, finetune=finetune, quantization="none")
         module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
-        callback.setup(SimpleNamespace(callbacks=[], datamodule=TwoSets(), strategy=strategy), module, "fit")  # type: ignore[arg-type]
+        callback.setup(trainer_with(strategy), module, "fit")
     assert [(spec.full_finetuning, spec.lora_rank, spec.lora_targets) for spec in specs] == [
         (False, 4, PROJECTIONS),
         (True, 0, ()),

@@ -62,7 +62,9 @@ class RunBar(TimeLeft, RichProgressBar):
     It is one line: a terminal below 200 columns shows the time left and as many metrics as it has room for.
     """
 
-    _left: str | None = None
+    def __init__(self) -> None:
+        super().__init__()
+        self._left: str | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
