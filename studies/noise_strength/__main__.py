@@ -125,7 +125,7 @@ def measure(path: Path, data: Path, rows: int, max_tokens: int, draws: int) -> d
         for sigma in sigmas:
             measured = []
             for draw in range(draws):
-                with noisy(model, NormNoise(sigma, seed=0, version=0, draw_number=draw, relative=kind == "relative")):
+                with noisy(model, NormNoise(sigma, seed=0, version=draw, relative=kind == "relative")):
                     measured.append(effect(clean, distributions(model, sampled), tokens)._asdict())
             effects[kind].append({"sigma": sigma, "draws": measured})
     return {
