@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _empty_cache() -> Iterator[None]:
     yield
     shutil.rmtree(os.environ["QERL_CACHE"], ignore_errors=True)
+
+
+@pytest.fixture
+def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`qerl_pl.cli.main.main` sets these; give them back."""
+    monkeypatch.setattr(sys, "argv", ["qerl"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
 SIZES = {"3b": "3B", "7b": "7B", "14b": "14B", "32b": "32B"}
+
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 @pytest.mark.parametrize("objective", [one for one in Objective.__subclasses__() if one.__module__ != __name__])
@@ -375,13 +376,6 @@ def test_a_printed_configuration_is_read_back(tmp_path: Path, capsys: pytest.Cap
 
 
 # The command line -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets these; give them back."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:

@@ -21,11 +21,7 @@ from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, verify
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets these; give them back."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 # Without PyTorch ------------------------------------------------------------------------------------------------------

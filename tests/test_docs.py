@@ -48,10 +48,8 @@ LINES = [(path, line) for path in GUIDE for line in pages.commands(path)]
 
 
 @pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`main` and the pages' own modules set these; give them back."""
-    monkeypatch.setattr(sys, "argv", ["qerl"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def pages_modules(process_state: None) -> Iterator[None]:
+    """The pages' own modules are imported anew by each test."""
     yield
     for module in ("my_data", "my_rewards", "qerl_reward_my_grader", "qerl_reward_trl_rewards"):
         sys.modules.pop(module, None)

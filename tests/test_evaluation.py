@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -34,11 +33,7 @@ from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
 
 
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets these; give them back."""
-    monkeypatch.setattr(sys, "argv", ["qerl"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 @pytest.fixture(scope="module")

@@ -51,11 +51,6 @@ def killed(path: Path) -> None:
     main(["fit", "-c", str(path)])
 
 
-@pytest.fixture
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["qerl"])
-
-
 @pytest.mark.usefixtures("process_state")
 @pytest.mark.parametrize(
     "way", [way if way in ("nvfp4", "full") else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]

@@ -32,11 +32,7 @@ def flaky(completions, **columns):
 """
 
 
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets these; give them back."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 def flaky_run(base: Path, folder: Path, every_n_rollouts: int) -> list[str]:

@@ -5,7 +5,6 @@ import hashlib
 import operator
 import os
 import re
-import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,7 @@ ROOT = Path(__file__).parents[1]
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
 
 
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets these; give them back."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:

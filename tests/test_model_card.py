@@ -22,11 +22,7 @@ from qerl_pl.cli.model_card import without_folders
 BASE = "somebody/tiny-policy"
 
 
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets these; give them back."""
-    monkeypatch.setattr(sys, "argv", ["qerl"])
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,6 @@ import importlib
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,11 +26,7 @@ from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, digest_path
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def process_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`main` sets these; give them back."""
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+pytestmark = pytest.mark.usefixtures("process_state")
 
 
 OTHER_ADAPTERS = {
