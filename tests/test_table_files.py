@@ -103,6 +103,8 @@ def test_every_data_module_takes_the_hubs_folders(tmp_path: Path) -> None:
         ("*/validation-?????-of-00001.parquet", SHARDS[3:]),
         ("data/train-00001-of-00003.parquet", SHARDS[1:2]),
         ("**/train*", SHARDS[:3]),
+        ("data/train-0000?-of-00003.parquet", SHARDS[:3]),
+        ("data/train-0000[12]-of-00003.parquet", SHARDS[1:3]),
     ],
 )
 def test_shards_are_named_by_a_pattern(tmp_path: Path, pattern: str, found: list[str]) -> None:

@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
+from qerl_pl.datamodules.table_files import first_line
 from qerl_pl.datamodules.tables import draw
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide, within_limit
@@ -82,8 +83,8 @@ def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedToken
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"tokenizer must be a folder or hub name; {path} cannot be loaded: "
-            f"{str(error).partition(chr(10))[0]}; correct it, or set null to take the policy's."
+            f"tokenizer must be a folder or hub name; {path} cannot be loaded: {first_line(error)}; correct it, or set "
+            "null to take the policy's."
         ) from error
 
 

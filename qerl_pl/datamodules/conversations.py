@@ -18,6 +18,7 @@ from qerl_pl.chat.text_parts import PartTokenizer, beginning
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     ANSWER_MARK,
+    answers_by_prompt,
     messages_of_text,
     read_table,
     table_source,
@@ -68,9 +69,9 @@ class Conversations(Sequence[Conversation]):
         self._ends = tensors["lengths"].cumsum(0)
 
     @staticmethod
-    def packed(conversations: Iterable[Conversation]) -> dict[str, Tensor]:
+    def packed(rows: Iterable[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
         """Tokens int32 [T] and what trains of them bool [T], of all rows, and each row's length int64."""
-        pairs = [(torch.tensor(row.token_ids, dtype=torch.int32), torch.tensor(row.trained)) for row in conversations]
+        pairs = [(torch.tensor(tokens, dtype=torch.int32), torch.tensor(trained)) for tokens, trained in rows]
         tokens, trained = zip(*pairs, strict=True)
         lengths = torch.tensor([len(row) for row in tokens])
         return {"tokens": torch.cat(tokens), "trained": torch.cat(trained), "lengths": lengths}
@@ -197,7 +198,8 @@ class ConversationDataModule(ResumableDataModule):
         self._set_train(train)
         if self._val:
             held_out_rows = [(row.id, *row.prompt_and_answer) for row in self._val]
-            warn_of_repeats((row.prompt_and_answer for row in train), held_out_rows, "validation rows", "the loss")
+            answers = answers_by_prompt(row.prompt_and_answer for row in train)
+            warn_of_repeats(answers, held_out_rows, "validation rows", "the loss")
         if stage == "fit" and self.trainer is not None:
             check_intervals(self.trainer, self.batches_per_epoch)
 
@@ -209,20 +211,20 @@ class ConversationDataModule(ResumableDataModule):
 
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str) -> Conversations:
         """Conversations of at most `max_length` tokens, from a cache on disk if there are many."""
+        make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
         if len(rows) < CACHED_PROMPTS or not tokenizer.is_fast:
-            tensors = Conversations.packed(self._rendered(tokenizer, rows, use))
+            tensors = make()
         else:
             settings = [tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt]
             settings += [self.completion_only_loss, self.assistant_only_loss]
             read = ([row.get(name) for name in _COLUMNS] for row in rows)
-            make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
             tensors = cached_tensors("conversations", tokenizer, settings, read, make)
         return Conversations(use, tensors, self._short(tensors["lengths"].tolist(), "max_length", use))
 
     def _rendered(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
-    ) -> Iterator[Conversation]:
-        """All rows, rendered some at a time."""
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """Tokens of all rows and what trains of them, rendered some at a time."""
         tokenize, begins = PartTokenizer(tokenizer), beginning(tokenizer)
         frame = cache(partial(TemplateFrame, tokenizer, self.chat_template_kwargs))  # rows as text need no template
         for start in range(0, len(rows), CACHED_PROMPTS):
@@ -235,11 +237,9 @@ class ConversationDataModule(ResumableDataModule):
                     raise UserError(f"row {number} of the {use} data: {error}") from error
                 beginnings.append(begins if isinstance(conversation, str) else [])
             token_ids = tokenize([[text for text, _ in row_parts] for row_parts in parts])
-            for index, (begin, row_parts, ids) in enumerate(
-                zip(beginnings, parts, token_ids, strict=True), start=start
-            ):
+            for begin, row_parts, ids in zip(beginnings, parts, token_ids, strict=True):
                 masked = [(part, trained) for part, (_, trained) in zip(ids, row_parts, strict=True)]
-                yield self._joined(tokenizer, f"{use}-{index}", begin, masked)
+                yield self._joined(tokenizer, begin, masked)
 
     def _read(self, row: Mapping[str, Any], frame: Callable[[], TemplateFrame]) -> tuple[Any, Any]:
         """A row's messages, and how many of them are its prompt; or its prompt and completion, which are text."""
@@ -296,9 +296,9 @@ class ConversationDataModule(ResumableDataModule):
         return joined
 
     def _joined(
-        self, tokenizer: PreTrainedTokenizerBase, id: str, begins: list[int], parts: list[tuple[list[int], bool]]
-    ) -> Conversation:
-        """A conversation of its parts' tokens.
+        self, tokenizer: PreTrainedTokenizerBase, begins: list[int], parts: list[tuple[list[int], bool]]
+    ) -> tuple[list[int], list[bool]]:
+        """Tokens of a conversation, of its parts' tokens, and what trains of them.
 
         Unless the full sequence is trained, a trained part ends with the end-of-sequence token behind its text, which
         the last one always has.
@@ -316,7 +316,7 @@ class ConversationDataModule(ResumableDataModule):
                 end = len(ids)
             tokens += ids
             trained += [learned and (self._full_sequence or place < end) for place in range(len(ids))]
-        return Conversation(id, tuple(tokens), (False, *trained[1:]))
+        return tokens, [False, *trained[1:]]
 
 
 def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:

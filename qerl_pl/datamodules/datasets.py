@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.table_files import split_files
+from qerl_pl.datamodules.table_files import is_one_table, split_files
 from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, table_source
 from qerl_pl.errors import UserError
 from qerl_pl.types import Prompt
@@ -147,7 +147,7 @@ class TableDataModule(PromptDataModule):
 
     @property
     def _has_one_split(self) -> bool:
-        return not isinstance(self.path, str) or Path(self.path).expanduser().is_file() or "*" in self.path
+        return not isinstance(self.path, str) or is_one_table(self.path)
 
     @property
     def _name(self) -> str:
@@ -283,8 +283,8 @@ class BigMathDataModule(TableDataModule):
     def val_rows(self) -> Sequence[Row] | None:
         if self.val_path is None:
             return None
-        val_files = {file.resolve() for file in split_files(self.val_path, "test", "data.val_path")}
-        if val_files & {file.resolve() for file in split_files(cast(str, self.path), "train", "data.path")}:
+        val_files = _files(self.val_path, "test", "data.val_path")
+        if val_files & _files(self.path, "train", "data.path"):
             raise UserError(
                 f"val_path must be another table than is trained on; got val_path={self.val_path} and "
                 f"path={self.path}; name another, or set it to null to hold prompts out."
@@ -320,6 +320,11 @@ class BigMathDataModule(TableDataModule):
                 "first: they are left out"
             )
         return sorted({*passing} - {*empty})
+
+
+def _files(path: Any, split: str, key: str) -> set[Path]:
+    """Local files of a split; none for rows. Arguments as of `split_files`."""
+    return {file.resolve() for file in split_files(path, split, key)} if isinstance(path, str) else set()
 
 
 def _as_written(rows: Sequence[Row]) -> list[Row]:

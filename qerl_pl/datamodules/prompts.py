@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
-from qerl_pl.datamodules.tables import Row, TableConfig, checked_rows, warn_of_repeats
+from qerl_pl.datamodules.tables import Row, TableConfig, answers_by_prompt, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.runtime.checks import check_intervals
 from qerl_pl.seeds import stream_seed
@@ -230,10 +230,12 @@ class PromptDataModule(ResumableDataModule):
         return [prompts[index] for index in held_out], [prompts[index] for index in others]
 
     def _warn_of_repeats(self, sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
-        train = [(prompt.text, prompt.reference) for prompt in self._train]
+        if not sets:
+            return
+        answers = answers_by_prompt((prompt.text, prompt.reference) for prompt in self._train)
         for name, prompts in sets.items():
             questions = f"{use}{f' on {name}' if name else ''} questions"
-            warn_of_repeats(train, [(prompt.id, prompt.text, None) for prompt in prompts], questions, "accuracy")
+            warn_of_repeats(answers, [(prompt.id, prompt.text, None) for prompt in prompts], questions, "accuracy")
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders = [self._fixed_loader(prompts) for prompts in sets.values()]

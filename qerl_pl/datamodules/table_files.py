@@ -25,6 +25,12 @@ _LFS_POINTER = b"version https://git-lfs"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
+def is_one_table(path: str) -> bool:
+    """Whether `split_files` gives the same files for every split: for a file or a pattern of files."""
+    local = Path(path).expanduser()
+    return not local.is_dir() and (local.exists() or any(mark in path for mark in "*?["))
+
+
 def split_files(path: str, split: str, key: str, subset: str | None = None) -> list[Path]:
     """The files of a local table, in order; none for any other path, such as a hub name.
 

@@ -274,8 +274,16 @@ def _conversation(value: Any, place: str) -> tuple[tuple[Mapping[str, str], ...]
     return tuple(turns), last
 
 
+def answers_by_prompt(train: Iterable[tuple[Any, Any]]) -> dict[Any, set[Any]]:
+    """The answers of each prompt, of the prompt and answer of each row."""
+    answers: dict[Any, set[Any]] = {}
+    for prompt, answer in train:
+        answers.setdefault(prompt, set()).add(answer)
+    return answers
+
+
 def warn_of_repeats(
-    train: Iterable[tuple[Any, Any]], held_out: Collection[tuple[str, Any, Any]], rows: str, metric: str
+    answers: Mapping[Any, Collection[Any]], held_out: Collection[tuple[str, Any, Any]], rows: str, metric: str
 ) -> None:
     """Warn of held-out rows that are trained on, compared by text: ids differ between sets.
 
@@ -283,14 +291,11 @@ def warn_of_repeats(
     a row; its answer does.
 
     Args:
-        train: Prompt and answer of each training row.
+        answers: Of the training rows, see `answers_by_prompt`.
         held_out: Id, prompt and answer of each row; the answer is None where it does not identify the row either.
         rows: What they are called.
         metric: What is measured of them.
     """
-    answers: dict[Any, set[Any]] = {}
-    for prompt, answer in train:
-        answers.setdefault(prompt, set()).add(answer)
     shared = [id for id, prompt, answer in held_out if len(known := answers.get(prompt, set())) == 1 or answer in known]
     if shared:
         log.warning(

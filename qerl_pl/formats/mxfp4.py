@@ -9,7 +9,6 @@ quantization such a matrix is X [E, K, N].
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,7 +99,6 @@ class MXFP4StacksFormat(DenseFormat):
                 yield name, in_dtype(tensors.read(name), dtype)
 
 
-@dataclass(frozen=True)
 class MXFP4Quantizer:
     """Rounds matrices to MXFP4."""
 

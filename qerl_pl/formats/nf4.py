@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -195,7 +194,6 @@ def _code_books() -> tuple[Tensor, Tensor]:
         return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()
 
 
-@dataclass(frozen=True)
 class NF4Quantizer:
     """Rounds matrices to NF4.
 
@@ -210,7 +208,7 @@ class NF4Quantizer:
     stores_experts = False
     of_stacks = None
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         _functional()
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:

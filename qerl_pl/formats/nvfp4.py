@@ -6,7 +6,6 @@ bits.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from compressed_tensors.config import CompressionFormat
@@ -64,7 +63,6 @@ class NVFP4Format(PackedFormat):
                 )
 
 
-@dataclass(frozen=True)
 class NVFP4Quantizer:
     """Rounds matrices to NVFP4."""
 

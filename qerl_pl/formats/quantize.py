@@ -113,7 +113,7 @@ def quantize_checkpoint(
                 writer.add(name, tensors.read(name))
         writer.finish()
         copy_other_files(src, folder, config | {"quantization_config": _quantization_config(quantizer, config)})
-        _report({"format": format}, errors, folder / QUANTIZATION_REPORT)
+        _report(format, errors, folder / QUANTIZATION_REPORT)
         if adapter is not None:
             adapter.save(folder / LOFTQ)
     log.info("wrote %s checkpoint %s", format.upper(), dst)
@@ -279,9 +279,9 @@ def _quantize_matrix(
     return relative, torch.cat(residuals) if wants_residual else None
 
 
-def _report(settings: dict[str, Any], errors: dict[str, float], path: Path) -> None:
+def _report(format: QuantizedFormat, errors: dict[str, float], path: Path) -> None:
     mean, worst = math.fsum(errors.values()) / len(errors), max(errors, key=lambda name: errors[name])
-    report = settings | {"mean_relative_squared_error": mean, "relative_squared_error": errors}
+    report = {"format": format, "mean_relative_squared_error": mean, "relative_squared_error": errors}
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     log.info(
         "relative squared error of %d matrices: mean %.3g, largest %.3g in %s", len(errors), mean, errors[worst], worst

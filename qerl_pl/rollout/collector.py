@@ -333,7 +333,7 @@ class Collector:
         metrics |= completion_metrics(groups, self.ranks)
         if functions_among(config.rewards):
             metrics |= logged_means(self._logged, self.ranks)
-        self._warn_of_missing_rewards(groups, version)
+        self._warn_of_missing_rewards(groups, version, metrics)
         return Experience(
             version=version,
             tokens=tokens,
@@ -342,7 +342,7 @@ class Collector:
             sampler_logprobs=logprobs,
             advantages=advantages[rows],
             truncated=truncated[rows],
-            sampled_tokens=sum(length for group in groups for length in group.lengths),
+            sampled_tokens=int(metrics["completions/sampled_tokens"]),
             seconds=seconds,
             temperature=config.sampling.temperature,
             max_tokens=config.sampling.max_tokens,
@@ -352,10 +352,10 @@ class Collector:
             records=tuple(record for group in groups for record in group.records()),
         )
 
-    def _warn_of_missing_rewards(self, groups: Sequence[Group], version: int) -> None:
+    def _warn_of_missing_rewards(self, groups: Sequence[Group], version: int, metrics: Mapping[str, float]) -> None:
         """Log a warning, once for each, about rewards that apply to no completion of a rollout."""
         for name in groups[0].rewards.keys() - {EnvironmentReward.name} - self._missing_rewards:
-            if all(group.rewards[name].isnan().all() for group in groups):
+            if f"reward/{name}" not in metrics:
                 self._missing_rewards.add(name)
                 log.warning(
                     "reward %s is None for all %d completions of rollout %d, the first of them of row %s: %r",

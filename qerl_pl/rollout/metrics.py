@@ -62,14 +62,15 @@ def completion_metrics(groups: Sequence[Group], ranks: Communicator) -> dict[str
     training = [group for group in groups if group.trains]
     lengths = torch.tensor([float(length) for group in training for length in group.lengths])
     truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
+    entropy, repetitive = _entropy_and_repetition(groups, ranks)
     return {
         "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
         "completions/sampled_tokens": sum(length for group in groups for length in group.lengths),
         "completions/length_mean": lengths.mean().item(),
         "completions/length_max": lengths.max().item() if len(lengths) else math.nan,
         "completions/truncated_frac": truncated.float().mean().item(),
-        "completions/sampler_entropy": _sampler_entropy(groups, ranks),
-        "completions/repetitive_frac": _repetitive_share(groups, ranks),
+        "completions/sampler_entropy": entropy,
+        "completions/repetitive_frac": repetitive,
     }
 
 
@@ -80,20 +81,17 @@ def logged_means(logged: Mapping[str, Sequence[float]], ranks: Communicator) -> 
     return {name: math.fsum(one) / len(one) for name, one in values.items()}
 
 
-def _sampler_entropy(groups: Sequence[Group], ranks: Communicator) -> float:
-    """Mean of -log p over the sampled tokens of all ranks: an unbiased estimate of the sampler's entropy, nats."""
-    logprobs = [completion.logprobs for group in groups for completion in group.completions]
-    counts = [len(completion.sampled_ids) for group in groups for completion in group.completions]
-    sums = ranks.all_gather((-math.fsum(map(math.fsum, logprobs)), sum(counts)))
-    tokens = sum(count for _, count in sums)
-    return sum(nats for nats, _ in sums) / tokens if tokens else math.nan
+def _entropy_and_repetition(groups: Sequence[Group], ranks: Communicator) -> tuple[float, float]:
+    """Of the sampled completions of all ranks: -log p, nats a token, and the share that repeats itself.
 
-
-def _repetitive_share(groups: Sequence[Group], ranks: Communicator) -> float:
-    """Share of the sampled completions of all ranks that repeat themselves."""
-    repetitive = [repeats_itself(completion.sampled_ids) for group in groups for completion in group.completions]
-    counts = ranks.all_gather((sum(repetitive), len(repetitive)))
-    return sum(count for count, _ in counts) / (sum(size for _, size in counts) or math.nan)
+    The first is an unbiased estimate of the sampler's entropy.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    sampled = [completion.sampled_ids for completion in completions]
+    nats = -math.fsum(math.fsum(completion.logprobs) for completion in completions)
+    gathered = ranks.all_gather((nats, sum(map(len, sampled)), sum(map(repeats_itself, sampled)), len(sampled)))
+    all_nats, tokens, repetitive, count = (sum(values) for values in zip(*gathered, strict=True))
+    return all_nats / (tokens or math.nan), repetitive / (count or math.nan)
 
 
 def repeats_itself(token_ids: Sequence[int]) -> bool:

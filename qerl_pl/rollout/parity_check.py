@@ -154,36 +154,14 @@ def measure_full_finetuning_parity(
     return LogprobParity(on, off, (logprobs - unperturbed_logprobs).abs().mean().item())
 
 
-def _truncated(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Prompts, truncated to their first `MAX_PROMPT_TOKENS` tokens."""
-    return [replace(prompt, token_ids=prompt.token_ids[:MAX_PROMPT_TOKENS]) for prompt in prompts]
-
-
-def _differences(
-    policy: CheckedPolicy,
-    prompts: Sequence[Prompt],
-    completions: Sequence[Sequence[Completion]],
-    temperature: float,
-    reference: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Absolute differences from the engine in nats, and the trainer's log-probabilities, float32 [tokens] each."""
-    padded = pad_completions(prompts, completions, 0)
-    tokens, lengths, mask, sampled = (tensor.to(policy.device) for tensor in padded)
-    routing = pad_routing(completions, tokens.shape)
-    replay = {} if routing is None else {"routing": routing.to(tokens.device)}
-    policy.eval()
-    with torch.no_grad():
-        logprobs, _ = policy.token_logprobs(tokens, lengths, mask, temperature, reference=reference, **replay)
-    return (logprobs - sampled)[mask].abs(), logprobs[mask]
-
-
 class _Comparison:
     """One greedy completion a prompt by the engine, and the trainer's log-probabilities of its tokens."""
 
     def __init__(
         self, engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], max_tokens: int
     ) -> None:
-        self.engine, self.policy, self.prompts = engine, policy, _truncated(prompts)
+        self.engine, self.policy = engine, policy
+        self.prompts = [replace(prompt, token_ids=prompt.token_ids[:MAX_PROMPT_TOKENS]) for prompt in prompts]
         self.sampling = SamplingConfig(max_tokens=min(MAX_COMPARED_TOKENS, max_tokens), temperature=0.0)
 
     def sample(self, weights: PolicyWeights) -> list[list[Completion]]:
@@ -192,8 +170,14 @@ class _Comparison:
 
     def difference(self, completions: list[list[Completion]], reference: bool = False) -> tuple[float, Tensor]:
         """Mean absolute difference in nats a token, and the trainer's log-probabilities, float32 [tokens]."""
-        differences, logprobs = _differences(self.policy, self.prompts, completions, 1.0, reference)
-        return differences.mean().item(), logprobs
+        padded = pad_completions(self.prompts, completions, 0)
+        tokens, lengths, mask, sampled = (tensor.to(self.policy.device) for tensor in padded)
+        routing = pad_routing(completions, tokens.shape)
+        replay = {} if routing is None else {"routing": routing.to(tokens.device)}
+        self.policy.eval()
+        with torch.no_grad():
+            logprobs, _ = self.policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference, **replay)
+        return (logprobs - sampled)[mask].abs().mean().item(), logprobs[mask]
 
 
 def require_logprob_parity(parity: LogprobParity, bound: float, perturbed: bool = False) -> None:
