@@ -156,6 +156,7 @@ def test_the_proof_of_a_checkpoint_and_how_far_it_is_are_read_without_its_tensor
 def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, hashed = hashlib.file_digest, []
     monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
+    monkeypatch.setattr(checkpoint_io, "SETTLED_S", -10.0)  # not to wait for so long
     path, other = save(tmp_path, 3, 1.0), save(tmp_path, 6, 2.0)
     hashed.clear()
     assert newest_checkpoint(tmp_path) == other and len(hashed) == 1
@@ -170,6 +171,29 @@ def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, mon
     digest_path(other).write_text("a" * 64)  # the digest that it must have is not remembered
     with pytest.raises(DamagedCheckpoint, match="not aaaaaaaaaaaa; use another"):
         AtomicCheckpointIO().load_checkpoint(other)
+
+
+def test_a_digest_is_remembered_once_the_clock_tells_another_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, now, hashed = hashlib.file_digest, time.time, []
+    path = save(tmp_path, 3)
+    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
+    for later, count in ((0, 1), (4, 2), (6, 3), (6, 3), (0, 3)):
+        monkeypatch.setattr(checkpoint_io.time, "time", lambda later=later: now() + later)
+        checkpoint_io.verify(path)
+        assert len(hashed) == count
+
+
+def test_a_checkpoint_that_has_just_been_written_is_hashed_again(tmp_path: Path) -> None:
+    path = save(tmp_path, 3)
+    before, data = path.stat(), bytearray(path.read_bytes())
+    checkpoint_io.verify(path)
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)  # within a tick of the file system's clock, it may be
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(DamagedCheckpoint, match="must be undamaged"):
+        checkpoint_io.verify(path)
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import pickle
 import re
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +26,8 @@ CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
 MID_STEP = "hpc_ckpt_"
 """Begin of the names of checkpoints that Lightning saves at a signal of SLURM, in the middle of a step."""
+SETTLED_S = 5.0
+"""Seconds after which a change of a file gets another time stamp, however coarse the file system's clock."""
 _digests: dict[tuple[int, ...], str] = {}
 """SHA-256 of files that this process has read, by device, inode, size in bytes and times of change in ns."""
 
@@ -78,7 +81,7 @@ class AtomicCheckpointIO(CheckpointIO):
         """
         refuse_mid_step(path)
         verify(Path(path))
-        return load_saved(Path(path))
+        return _load_own(Path(path), "cpu")
 
     def remove_checkpoint(self, path: _PATH) -> None:
         """Delete a checkpoint and its digest."""
@@ -160,9 +163,12 @@ def _known_digest(file: BinaryIO) -> str:
     """SHA-256 of an open file, cached while the file does not change: it may have tens of GiB."""
     status = os.fstat(file.fileno())
     state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if state not in _digests:
-        _digests[state] = _sha256(file)
-    return _digests[state]
+    if state in _digests:
+        return _digests[state]
+    digest = _sha256(file)
+    if time.time() - max(status.st_mtime, status.st_ctime) > SETTLED_S:
+        _digests[state] = digest
+    return digest
 
 
 def _sha256(file: BinaryIO) -> str:
@@ -229,6 +235,11 @@ def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
     """
     if digest_path(path).exists() or not path.is_file():
         verify(path)
+    return _load_own(path, device)
+
+
+def _load_own(path: Path, device: str) -> dict[str, Any]:
+    """A checkpoint of this trainer."""
     with path.open("rb") as file:
         checkpoint = _load(file, path, device)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
