@@ -221,7 +221,7 @@ def test_a_reset_that_fails_is_repeated(
     resets: int,
     error: str | None,
 ) -> None:
-    monkeypatch.setattr("qerl_pl.environments.pool._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("qerl_pl.runtime.patience.FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("GAME_KEY", "s5")
     file = tmp_path / "resets"
     monkeypatch.setattr(rows.running(), "patience", patience)

@@ -24,6 +24,7 @@ from qerl_pl.environments.client import END_TIMEOUT_S, WorkerClient, read_messag
 from qerl_pl.environments.contract import Factory, Opening, ToolAnswer, name_of
 from qerl_pl.environments.worker import Frame
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.runtime.patience import Patience
 from qerl_pl.runtime.processes import worker_variables
 
 log = logging.getLogger("qerl_pl")
@@ -31,8 +32,8 @@ log = logging.getLogger("qerl_pl")
 _PROGRAM = Path(__file__).with_name("worker.py")
 _START_TIMEOUT_S = 120
 _GONE = "the environment is gone: an earlier call ended its process"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _RETRIES = 0.5, 30.0, 3
-"""Pauses before a failed `reset` is repeated, the first and the limit to which they double; least repetitions."""
+_RETRIES = 3
+"""Least repetitions of a failed `reset`."""
 T = TypeVar("T")
 
 
@@ -165,7 +166,8 @@ class Session:
             return await work(*arguments)
 
     async def _open(self, row: Mapping[str, Any], seed: int | None) -> Opening:
-        loop, pickled, pause, failures, started = self._loop, cloudpickle.dumps(row), _FIRST_PAUSE_S, 0, 0.0
+        loop, pickled = self._loop, cloudpickle.dumps(row)
+        patience = Patience(_RETRIES, loop.patience)
         while True:
             worker = await loop.worker()
             method, reply = "__init__", worker.made
@@ -175,14 +177,10 @@ class Session:
                 break
             await loop.end(worker)
             loop.release(worker, reusable=False)
-            started = started or time.monotonic()
-            over = failures >= _RETRIES and time.monotonic() - started >= loop.patience
-            if over or not loop.patience or reply.get("refused") or not loop.is_alive():
+            if patience.is_used_up() or not loop.patience or reply.get("refused") or not loop.is_alive():
                 loop.raise_error(method, reply)
             loop.warn("%s of an environment fails (%s): trying again for %g s", method, reply["error"], loop.patience)
-            failures += 1
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            await patience.pause()
         if reply["done"]:
             loop.warn("dialogue_done is true after reset, so that dialogues end at their first call; set it to False")
         self._worker = worker

@@ -8,7 +8,6 @@ import math
 import os
 import re
 import sqlite3
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from ipaddress import ip_address
@@ -21,10 +20,10 @@ import httpx2
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.base import Reward, RewardSample
 from qerl_pl.runtime.files import cache_root
+from qerl_pl.runtime.patience import Patience
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Pauses before a failed request is repeated: the first, and the limit to which they double."""
 _REPEATED = {408, 425, 429}
 """Status codes below 500 after which a request is repeated: too slow, too early, too many requests."""
@@ -317,7 +316,8 @@ class _Endpoint:
             UserError: The endpoint refuses requests, is no such endpoint, or fails until retries and patience are used
                 up.
         """
-        settings, pause, failures, started = self._settings, FIRST_PAUSE_S, 0, 0.0
+        settings = self._settings
+        patience = Patience(settings.retries, settings.patience_s)
         async with self._free:
             while True:
                 try:
@@ -334,16 +334,13 @@ class _Endpoint:
                     failure = f"no reply within time_limit_s={settings.time_limit_s:g}"
                 except httpx2.TransportError as error:
                     failure = self._excerpt(f"{type(error).__name__} {error}")
-                started = started or time.monotonic()
-                if failures >= settings.retries and time.monotonic() - started >= settings.patience_s:
+                if patience.is_used_up():
                     raise UserError(
                         f"the judge must answer within patience_s={settings.patience_s:g} and {settings.retries} "
                         f"retries; {self._url} does not ({failure}); start it again, or raise the reward's patience_s"
                     )
                 self._warn(failure)
-                failures += 1
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                await patience.pause()
 
     async def require_acceptance(self, request: dict[str, Any], refused: _Refused) -> None:
         """Send a request without a completion, to tell whether the endpoint refuses all.
