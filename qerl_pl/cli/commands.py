@@ -5,9 +5,10 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NoReturn, get_type_hints
 
-from qerl_pl.cli.configs import check_config, configs
+from qerl_pl.cli.configs import check_config, copy_config, list_configs
 from qerl_pl.errors import UserError, did_you_mean, explain_file_error
 
 USAGE_ERROR = 2
@@ -121,6 +122,6 @@ def _program() -> ArgumentParser:
 def _configs(args: Sequence[str]) -> None:
     parser = Parser(prog="qerl configs", description=COMMAND_HELP["configs"])
     parser.add_argument("name", nargs="?", help="Configuration to copy. Without it all are listed.")
-    parser.add_argument("dst", nargs="?", help="File or folder to copy it to. By default NAME.yaml here.")
+    parser.add_argument("dst", nargs="?", type=Path, help="File or folder to copy it to. By default NAME.yaml here.")
     given = parser.parse_args(args)
-    configs(given.name, given.dst)
+    list_configs() if given.name is None else copy_config(given.name, given.dst)

@@ -3,19 +3,28 @@
 import inspect
 import logging
 from argparse import ArgumentError
-from collections.abc import Collection
 from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import OptimizerCallable
 
 from qerl_pl.algorithm.objectives import Objective
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import (
+    AdaptiveQuantizationNoise,
+    CompletionLog,
+    EvaluationReport,
+    Monitor,
+    ResumeCheckpoint,
+    RolloutCallback,
+    RunSummary,
+)
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
+from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 from qerl_pl.runtime.slurm import check_tasks
@@ -24,6 +33,26 @@ log = logging.getLogger(__name__)
 
 ACCURACY = "val/accuracy"
 """Metric that `best` monitors by default."""
+CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
+    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null: no noise."),
+    "best": (
+        ModelCheckpoint,
+        # Not step=N, the name of a checkpoint that --resume auto takes. A killed run repeats a validation and replaces
+        # its checkpoint; with a version counter it would add another.
+        {"monitor": ACCURACY, "mode": "max", "filename": "best-{rollouts:.0f}", "enable_version_counter": False},
+        "Saves the checkpoint of the best validation. null saves none.",
+    ),
+    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints for --resume auto. null saves none."),
+    "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
+    "completions": (CompletionLog, {}, "Shows completions in the loggers, or writes all of them. null does neither."),
+    "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does neither."),
+    "report": (
+        EvaluationReport,
+        None,
+        "Report of `qerl test` and `qerl validate`, with all samples. null: none.",
+    ),
+}
+"""Top-level keys of callbacks: class, default arguments (None: off by default), help."""
 SFT_KEYS = tuple(inspect.signature(SFTModule).parameters)
 """Keys under model that supervised fine-tuning has, too."""
 SFT_CALLBACKS = ("best", "checkpoint")
@@ -63,19 +92,25 @@ def _check_group(kind: type, value: Any, key: str) -> None:
             _check_group(parameter.annotation, value.get(name), f"{key}.{name}")
 
 
-def complete(config: Namespace, command: str, defaults: Namespace, keys: Collection[str]) -> None:
+def listed(given: Any) -> list[Any]:
+    """A list of callbacks or plugins, which Lightning also takes as a single object or None."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def complete(config: Namespace, command: str, defaults: Namespace) -> None:
     """Set what depends on other keys, and refuse keys that exclude each other.
 
     Args:
         config: Of the run, changed.
         command: The subcommand.
         defaults: Of the command line.
-        keys: Of callbacks.
 
     Raises:
         UserError: Two keys exclude each other.
     """
-    _settle_callbacks(config, defaults, keys)
+    _settle_callbacks(config, defaults)
     conversations = is_sft(config)
     if conversations:
         _prepare_sft(config, command, defaults)
@@ -83,17 +118,18 @@ def complete(config: Namespace, command: str, defaults: Namespace, keys: Collect
     _monitor_first_set(config)
 
 
-def _settle_callbacks(config: Namespace, defaults: Namespace, keys: Collection[str]) -> None:
+def _settle_callbacks(config: Namespace, defaults: Namespace) -> None:
     """Switch off the top-level keys that `trainer.callbacks` replaces: those of a listed class, or all if it rolls out.
 
     Raises:
         UserError: A key of a listed class is set, too.
     """
-    listed = config.trainer.callbacks
-    given = [one for one in (listed if isinstance(listed, list) else [listed]) if isinstance(one, Namespace)]
+    given = [one for one in listed(config.trainer.callbacks) if isinstance(one, Namespace)]
     kinds = [resolve_name(one.class_path) for one in given]
     rolls_out = any(isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in kinds)
-    replaced = [key for key in keys if config[key] and (rolls_out or resolve_name(config[key].class_path) in kinds)]
+    replaced = [
+        key for key in CALLBACKS if config[key] and (rolls_out or resolve_name(config[key].class_path) in kinds)
+    ]
     replaced += ["rollout"] * rolls_out
     written = [key for key in replaced if _plain(config[key]) != _plain(defaults[key])]
     if written and rolls_out:
@@ -129,7 +165,7 @@ def _monitor_first_set(config: Namespace) -> None:
     """Have `best` monitor the accuracy of the first of `data.sets`: `val/accuracy` is not logged then."""
     sets = config.data.get("init_args", Namespace()).get("sets")
     if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
-        config.best.init_args.monitor = f"val/{next(iter(sets))}/accuracy"
+        config.best.init_args.monitor = evaluation_tag("val", next(iter(sets)), "accuracy")
 
 
 def is_sft(config: Namespace) -> bool:
@@ -150,7 +186,7 @@ def _prepare_sft(config: Namespace, command: str, defaults: Namespace) -> None:
             "model.policy.path of a configuration with prompts"
         )
     own = [f"model.{name}" for name in inspect.signature(QeRLModule).parameters if name not in SFT_KEYS]
-    for key in (*own, "noise", "report", "rollout", "monitor", "completions", "summary"):
+    for key in (*own, *(key for key in CALLBACKS if key not in SFT_CALLBACKS), "rollout"):
         if config[key] is not None and _plain(config[key]) != _plain(defaults[key]):
             found = f" and no objective; got {key} {_text(config[key])}; leave it out"
             found = found if key in own else f"; got the key {key}; set it to null, or leave it out"

@@ -11,7 +11,7 @@ from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is 
 )
 
 from qerl_pl.errors import UserError, did_you_mean
-from qerl_pl.runtime.files import atomic_write
+from qerl_pl.runtime.files import atomic_write, require_absent
 
 FOLDER = Path(__file__).parents[1] / "configs"
 _PATH = re.compile(r"[\w./-]+")
@@ -111,23 +111,8 @@ def _check_mapping(node: yaml.MappingNode, path: str) -> None:
         seen.add(name)
 
 
-def configs(name: str | None = None, dst: str | None = None) -> None:
-    """List the shipped configurations, or copy one.
-
-    Args:
-        name: Configuration to copy; null lists all.
-        dst: File or folder to copy it to; null is NAME.yaml here.
-
-    Raises:
-        UserError: There is no configuration of that name, or the destination exists.
-    """
-    if name is None:
-        _list()
-    else:
-        _copy(name, None if dst is None else Path(dst))
-
-
-def _list() -> None:
+def list_configs() -> None:
+    """Print the names of the shipped configurations, and what they are for."""
     files = _files()
     width = max(map(len, files))
     for name, path in files.items():
@@ -135,11 +120,15 @@ def _list() -> None:
         print(f"{name:{width}}  {first.removeprefix('# ').rstrip(':')}")
 
 
-def _copy(name: str, dst: Path | None) -> None:
+def copy_config(name: str, dst: Path | None) -> None:
+    """Copy a shipped configuration to a file or folder; None is NAME.yaml here.
+
+    Raises:
+        UserError: There is no configuration of that name, or the destination exists.
+    """
     source = _shipped(name)
     target = Path(source.name) if dst is None else dst / source.name if dst.is_dir() else dst
-    if target.exists():
-        raise UserError(f"the destination must not exist; {target} does; choose another name or remove it")
+    require_absent(target)
     atomic_write(target, source.read_bytes())
     print(f"wrote {target}")
 

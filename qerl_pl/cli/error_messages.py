@@ -16,6 +16,7 @@ from yaml import YAMLError
 
 from qerl_pl import algorithm, datamodules, engines
 from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.cli.config_checks import CALLBACKS
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError, chain_of_causes, did_you_mean, explain_file_error
 from qerl_pl.modules import QeRLModule
@@ -24,9 +25,8 @@ from qerl_pl.runtime.files import is_full_disk
 _PARSING = (TypeError, ValueError, ImportError, AttributeError, LookupError, OSError, ArgumentError, YAMLError)
 """Errors that jsonargparse raises; any other cause comes from a user's module and keeps its traceback."""
 
-_CALLBACKS = ("noise", "best", "checkpoint", "monitor", "completions", "summary", "report")
 _PLAIN = ("seed_everything", "resume", "ckpt_path", "config", "dry-run")
-_KEYS: dict[str, type | None] = dict.fromkeys((*_PLAIN, *_CALLBACKS))
+_KEYS: dict[str, type | None] = dict.fromkeys((*_PLAIN, *CALLBACKS))
 _KEYS |= {"model": QeRLModule, "data": PromptDataModule, "rollout": RolloutCallback, "trainer": Trainer}
 """Top-level keys, and the classes whose arguments are the keys below them."""
 _ELSEWHERE = {
@@ -140,7 +140,7 @@ def _unknown_argument(key: str, message: str) -> str | None:
 def _callback_value(key: str, message: str) -> str | None:
     """The message for a word in place of a callback's settings; None for any other error."""
     given = _NO_CLASS.search(message)
-    if key not in _CALLBACKS or given is None:
+    if key not in CALLBACKS or given is None:
         return None
     remedy = "set its keys, or null"
     if given[1].lower() in ("off", "none", "false", "no"):

@@ -19,7 +19,7 @@ from qerl_pl.policy.lora import LoraConfig
 from qerl_pl.policy.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
 from qerl_pl.policy.saved_adapter import is_adapter, read_adapter
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
-from qerl_pl.runtime.files import atomic_directory, folder_identity
+from qerl_pl.runtime.files import atomic_directory, folder_identity, require_absent
 from qerl_pl.types import PolicyWeights
 
 
@@ -91,8 +91,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
             in `model.policy.dtype`.
         checkpoint: Which checkpoint; by default the newest complete one.
     """
-    if dst.exists():
-        raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    require_absent(dst)
     path = checkpoint or saved_checkpoint(run)
     if path is None:
         raise UserError(

@@ -20,25 +20,17 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from qerl_pl.callbacks import (
-    AdaptiveQuantizationNoise,
-    CompletionLog,
-    EvaluationReport,
-    Monitor,
-    Preempted,
-    ResumeCheckpoint,
-    RolloutCallback,
-    RunSummary,
-)
+from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback
 from qerl_pl.callbacks.loggers import SaveFitConfig
 from qerl_pl.callbacks.progress import progress_bar
 from qerl_pl.cli.commands import COMMAND_HELP, DESCRIPTION, USAGE_ERROR, answer, give_flags_values
 from qerl_pl.cli.config_checks import (
-    ACCURACY,
+    CALLBACKS,
     SFT_CALLBACKS,
     check_values,
     complete,
     is_sft,
+    listed,
     sft_module,
 )
 from qerl_pl.cli.configs import ConfigFile
@@ -90,27 +82,6 @@ def stop_at_once() -> Callback:
 log = logging.getLogger(__name__)
 
 COMMANDS: dict[str, Callable[..., None]] = {"quantize": quantize, "export": export}
-
-CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
-    "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null: no noise."),
-    "best": (
-        ModelCheckpoint,
-        # Not step=N, the name of a checkpoint that --resume auto takes. A killed run repeats a validation and replaces
-        # its checkpoint; with a version counter it would add another.
-        {"monitor": ACCURACY, "mode": "max", "filename": "best-{rollouts:.0f}", "enable_version_counter": False},
-        "Saves the checkpoint of the best validation. null saves none.",
-    ),
-    "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints for --resume auto. null saves none."),
-    "monitor": (Monitor, {}, "TensorBoard's layout and the peak of memory. null logs neither."),
-    "completions": (CompletionLog, {}, "Shows completions in the loggers, or writes all of them. null does neither."),
-    "summary": (RunSummary, {}, "Writes summary.json and run.png, and prints a table at the end. null does neither."),
-    "report": (
-        EvaluationReport,
-        None,
-        "Report of `qerl test` and `qerl validate`, with all samples. null: none.",
-    ),
-}
-"""Top-level keys of callbacks: class, default arguments (None: off by default), help."""
 
 DEFAULTS = {
     "model.policy.gradient_checkpointing": "auto",
@@ -210,7 +181,7 @@ class QeRLCLI(LightningCLI):
         command = self.config["subcommand"]
         config = self.config[command]
         self._is_sft = is_sft(config)
-        complete(config, command, self._parser(command).get_defaults(), CALLBACKS)
+        complete(config, command, self._parser(command).get_defaults())
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
@@ -230,7 +201,7 @@ class QeRLCLI(LightningCLI):
             self.parser.add_instantiator(sft_module, QeRLModule, subclasses=False, prepend=True)
         if self._get(self.config, "dry_run"):
             settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
-            callbacks = _listed(settings.trainer.callbacks)
+            callbacks = listed(settings.trainer.callbacks)
             rollouts = [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
             if not rollouts and not self._is_sft:
                 rollouts = [RolloutCallback(**settings.rollout)]
@@ -255,7 +226,7 @@ class QeRLCLI(LightningCLI):
                     f"a run writes to its folder; {folder} is read-only; choose another trainer.default_root_dir, or "
                     "allow it"
                 )
-        kwargs["plugins"] = [*_listed(config["plugins"]), AtomicCheckpointIO()]
+        kwargs["plugins"] = [*listed(config["plugins"]), AtomicCheckpointIO()]
         self._logger: TensorBoardLogger | None = None
         if config["logger"] in (None, True):
             # The run's curve has a validation of that step already, or one with other settings.
@@ -291,7 +262,7 @@ class QeRLCLI(LightningCLI):
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
-        callbacks = _listed(trainer["callbacks"])
+        callbacks = listed(trainer["callbacks"])
         if self._is_sft:
             return [*callbacks, *self._named(SFT_CALLBACKS, trainer)]
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
@@ -370,13 +341,6 @@ class QeRLCLI(LightningCLI):
         if any(isinstance(callback, EvaluationReport) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
             options["verbose"] = False  # the report has a table
         return options
-
-
-def _listed(given: Any) -> list[Any]:
-    """A list of callbacks or plugins, which Lightning also takes as a single object or None."""
-    if given is None:
-        return []
-    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _named_first(args: Any) -> str | None:

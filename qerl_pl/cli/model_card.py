@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.loggers import flatten, short_name
 from qerl_pl.callbacks.summary import summary_rows
+from qerl_pl.cli.config_checks import listed
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.runtime.versions import installed_versions
 
@@ -173,8 +174,7 @@ def _facts(policy: PolicyConfig, base: str, config: Mapping[str, Any]) -> list[t
 
 def _callback(config: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any] | None:
     """Settings of a callback, from `trainer.callbacks` or its top-level key; None where it is off."""
-    listed = config.get("trainer", {}).get("callbacks")
-    for one in listed if isinstance(listed, list) else [listed]:
+    for one in listed(config.get("trainer", {}).get("callbacks")):
         if isinstance(one, Mapping) and short_name(str(one.get("class_path"))) == name:
             return one.get("init_args", {})
     value = config.get(key)

@@ -11,7 +11,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.models.families import has_experts
 from qerl_pl.models.folder import TensorFiles, copy_other_files, read_config
-from qerl_pl.runtime.files import atomic_directory
+from qerl_pl.runtime.files import atomic_directory, require_absent
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ def calibrate_checkpoint(
             f"calibration quantizes linears, and transformers has a mixture's experts in none; {src} is a mixture of "
             "experts; leave out --calibration"
         )
-    if dst.exists():
-        raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    require_absent(dst)
     model = _calibrated(src, texts, tokenizer, format, method, max_length)
     with atomic_directory(dst) as folder:
         model.save_pretrained(folder, save_compressed=True)

@@ -53,7 +53,7 @@ from qerl_pl.models.folder import (
     other_files,
     read_config,
 )
-from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, folder_identity
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, folder_identity, require_absent
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +134,7 @@ def _source(src: Path, dst: Path) -> tuple[dict[str, Any], TensorFiles]:
         raise UserError(
             f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
         )
-    if dst.exists():
-        raise UserError(f"the destination must not exist; {dst} does; choose another name or remove it")
+    require_absent(dst)
     validate_checkpoint(src)
     return (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
 

@@ -25,6 +25,16 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK, _SAMPLES = 2**20, 64
 
 
+def require_absent(path: Path) -> None:
+    """Refuse to write where there is something already.
+
+    Raises:
+        UserError: The path exists.
+    """
+    if path.exists():
+        raise UserError(f"the destination must not exist; {path} does; choose another name or remove it")
+
+
 def cache_root() -> Path:
     """Folder of cached models: $QERL_CACHE, or ~/.cache/qerl_pl."""
     return Path(os.environ.get("QERL_CACHE") or "~/.cache/qerl_pl").expanduser()
