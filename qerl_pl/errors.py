@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 _FILE_SYSTEM = {
     getattr(errno, name)
@@ -75,6 +75,19 @@ def require_type(kind: type, values: Mapping[str, object], remedy: str) -> None:
         if not isinstance(value, kind):
             got = " ".join(repr(value).split())
             raise UserError(f"{name} must be of {kind.__name__}; got {got:.60}; {remedy}")
+
+
+def path_text(name: str, value: object) -> str | None:
+    """A path as text, which a checkpoint can hold; None passes.
+
+    Raises:
+        UserError: It is neither text nor a path.
+    """
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if value is not None:
+        require_type(str, {name: value}, "name a folder or a model of the hub")
+    return cast(str | None, value)
 
 
 class Preempted(Exception):

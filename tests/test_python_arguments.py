@@ -14,7 +14,7 @@ from qerl_pl.datamodules import BigMathDataModule, ConversationDataModule, GSM8K
 from qerl_pl.datamodules.tables import TableConfig
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.errors import UserError
-from qerl_pl.modules import PolicyConfig, QeRLModule, SFTModule
+from qerl_pl.modules import PolicyConfig, QeRLModule, SFTModule, TeacherConfig
 from qerl_pl.rewards import GSM8KAnswer
 from qerl_pl.types import EvalSampling, SamplingConfig
 
@@ -41,6 +41,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: QeRLModule(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)), "model.optimizer makes an optimizer"),
     (lambda: QeRLModule(update_epochs="2"), "model.update_epochs must be a number; got '2'"),
     (lambda: PolicyConfig(path=3), "model.policy.path must be of str; got 3; name a folder"),
+    (lambda: TeacherConfig(path=3), "model.teacher.path must be of str; got 3; name a folder"),
     (lambda: PolicyConfig(quantization="int4"), "model.policy.quantization must be one of nvfp4, .*; got 'int4'"),
     (lambda: PolicyConfig(dtype=torch.bfloat16), "model.policy.dtype must be one of float32, bfloat16; got torch.bf"),
     (lambda: PolicyConfig(finetune="qlora"), "model.policy.finetune must be one of lora, full; got 'qlora'"),
@@ -101,6 +102,7 @@ def test_an_argument_of_another_type_is_one_line(make: Callable[[], Any], messag
 
 def test_paths_are_their_text_which_checkpoints_hold() -> None:
     config = PolicyConfig(path=Path("a/b"), adapter=Path("c"))  # type: ignore[arg-type]
+    assert TeacherConfig(path=Path("a/b")).path == "a/b"  # type: ignore[arg-type]
     assert (config.path, config.adapter) == ("a/b", "c")
 
 

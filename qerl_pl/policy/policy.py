@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least, require_one_of, require_type
+from qerl_pl.errors import UserError, path_text, require_at_least, require_one_of, require_type
 from qerl_pl.formats.base import QUANTIZATIONS, Quantization, format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -86,10 +85,7 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         for name in ("path", "adapter"):
-            if isinstance(path := getattr(self, name), os.PathLike):  # which a checkpoint could not hold
-                object.__setattr__(self, name, os.fspath(path))
-            elif path is not None:
-                require_type(str, {f"model.policy.{name}": path}, "name a folder or a model of the hub")
+            object.__setattr__(self, name, path_text(f"model.policy.{name}", getattr(self, name)))
         for name, choices in (
             ("quantization", QUANTIZATIONS),
             ("dtype", tuple(DTYPES)),

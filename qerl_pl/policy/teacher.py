@@ -10,7 +10,7 @@ import torch
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, path_text
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -39,6 +39,9 @@ class TeacherConfig:
     path: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     offload: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", path_text("model.teacher.path", self.path))
 
     def folder(self, policy: PolicyConfig) -> Path:
         """Local folder of the teacher of a policy.
