@@ -47,11 +47,6 @@ test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentat
 suite: $(VENV)/.installed-vllm
 	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile
 
-$(VENV)/.installed-mutants: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--editable '.[dev,mutants]'
-	touch $@
-
 mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour, part of nightly
 	$(BIN)/python tools/mutation.py
 
@@ -66,8 +61,8 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(VENV)/.installed-docs: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+$(VENV)/.installed-docs $(VENV)/.installed-mutants: $(VENV)/.installed-%: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
 docs: $(VENV)/.installed-docs ## the documentation site in site/, every link and name checked

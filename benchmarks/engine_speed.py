@@ -68,7 +68,7 @@ def sampling_seconds(
 
 
 def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second of whole rollouts and of decoding alone, medians and extremes of several runs."""
+    """Throughput of rollouts and of decoding alone, tokens per second: median, minimum and maximum of several runs."""
     device, vocabulary = torch.device(args.device), SHAPES[args.shape][-1]
     engine.generate(prompts_of(args.batches[0], args.prompt, vocabulary), SamplingConfig(max_tokens=8))  # warm up
     rows = []
@@ -76,24 +76,24 @@ def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) ->
         run = functools.partial(sampling_seconds, engine, device, prompts_of(batch, args.prompt, vocabulary))
         run(1)
         prefill = run(1)  # once: of wide batches it takes as long as the rollout's other half
-        whole = sorted(run(args.tokens) for _ in range(args.repeats))
-        middle = statistics.median(whole)
+        seconds = sorted(run(args.tokens) for _ in range(args.repeats))
+        median = statistics.median(seconds)
         rows.append(
             {
                 "batch": batch,
-                "rollout_tokens_per_s": batch * args.tokens / middle,
-                "slowest": batch * args.tokens / whole[-1],
-                "fastest": batch * args.tokens / whole[0],
-                "decode_tokens_per_s": batch * (args.tokens - 1) / (middle - prefill),
+                "rollout_tokens_per_s": batch * args.tokens / median,
+                "slowest": batch * args.tokens / seconds[-1],
+                "fastest": batch * args.tokens / seconds[0],
+                "decode_tokens_per_s": batch * (args.tokens - 1) / (median - prefill),
                 "prefill_tokens_per_s": batch * args.prompt / prefill,
             }
         )
     return rows
 
 
-def decode_sweep(engine: VLLMEngine | StockEngine, most: int, args: argparse.Namespace, tokens: int = 64) -> list[Any]:
+def decode_sweep(engine: VLLMEngine | StockEngine, most: int, args: argparse.Namespace) -> list[Any]:
     """Milliseconds of a decode step of every 32nd number of sequences up to `most`, after prompts of 16 tokens."""
-    device, rows = torch.device(args.device), []
+    device, rows, tokens = torch.device(args.device), [], 64
     for sequences in range(32, most + 1, 32):
         run = functools.partial(sampling_seconds, engine, device, prompts_of(sequences, 16, SHAPES[args.shape][-1]))
         run(1)

@@ -44,12 +44,11 @@ COMMON = {
 """Of every config.json here; no token ends a completion, so that every one has its full length."""
 
 
-def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
+def config_of(shape: str) -> dict[str, Any]:
     """config.json of a Qwen2 or Qwen3 of this shape.
 
     Args:
         shape: Of `SHAPES`.
-        positions: Longest sequence that it knows, in tokens.
     """
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
     kind = "Qwen3" if shape in QWEN3 else "Qwen2"
@@ -62,7 +61,7 @@ def config_of(shape: str, positions: int = 32768) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "vocab_size": vocabulary,
-        "max_position_embeddings": positions,
+        "max_position_embeddings": 32768,
         **COMMON,
         **({"head_dim": hidden // heads} if kind == "Qwen3" else {}),
     }
@@ -146,9 +145,9 @@ def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True, positions: int = 32768) -> None:
+def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True) -> None:
     """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer."""
-    write_random(folder, config_of(shape, positions), device, nvfp4)
+    write_random(folder, config_of(shape), device, nvfp4)
 
 
 def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True) -> None:

@@ -126,13 +126,13 @@ def planned(max_steps: int | None, max_epochs: int | None, **settings: Any) -> Q
     ],
 )
 def test_a_run_is_planned_by_the_nearest_of_its_limits(max_steps: int, max_epochs: int, rollouts: int) -> None:
-    assert planned(max_steps, max_epochs).planned_rollouts() == rollouts
+    assert planned(max_steps, max_epochs).planned_batches() == rollouts
 
 
 @pytest.mark.parametrize(("max_steps", "max_epochs"), [(-1, -1), (-1, None), (0, 0)])
 def test_a_run_without_an_end_is_refused(max_steps: int, max_epochs: int | None) -> None:
     with pytest.raises(UserError, match="need a planned end"):
-        planned(max_steps, max_epochs).planned_rollouts()
+        planned(max_steps, max_epochs).planned_batches()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_lightning_asks_for_no_more_epochs_than_one(tiny_policy_dir: Path, tmp_p
     module = module_of(tiny_policy_dir)
     trainer = trainer_of(tmp_path, noise=False, max_epochs=None, limit_val_batches=0)
     trainer.fit(module, datamodule=data())
-    assert (module.policy_version, module.planned_rollouts(), trainer.max_epochs) == (4, 4, 1)
+    assert (module.policy_version, module.planned_batches(), trainer.max_epochs) == (4, 4, 1)
 
 
 def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> None:

@@ -304,6 +304,7 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
     )
     callback._collector = Collector(config_of(resample_rounds=1), Scripted(), Words(), DrGRPO(), seed=7)  # type: ignore
     callback._evaluator = evaluator_of(Scripted())
+    callback._launch = lambda *_: None  # type: ignore[method-assign]
     callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
     module.policy, module.policy_version = Watched(), 4  # type: ignore[assignment]
     return callback, module, trainer

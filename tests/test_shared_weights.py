@@ -22,6 +22,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.nf4 import NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models.families import family_of
 from qerl_pl.models.folder import TensorFiles, load_config
 from qerl_pl.policy.loading import load_base
 from qerl_pl.policy.shared_weights import check_shared_weights
@@ -78,7 +79,7 @@ def shared_of(base: Path) -> SharedWeights:
 
 
 def check(base: Path, shared: SharedWeights) -> None:
-    check_shared_weights(shared, format_of(base), TensorFiles(base), load_config(base))
+    check_shared_weights(shared, format_of(base), TensorFiles(base), family_of(load_config(base).model_type).experts)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "experts"])

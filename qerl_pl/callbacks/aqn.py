@@ -86,7 +86,7 @@ class AdaptiveQuantizationNoise(Callback):
     def _sigma_of(self, trainer: Trainer, module: QeRLModule) -> float:
         """Standard deviation for the next rollout."""
         if self.planned_rollouts is None:
-            self.planned_rollouts = module.planned_rollouts()
+            self.planned_rollouts = module.planned_batches()
             if trainer.global_rank == 0:
                 _warn_if_too_short(self.schedule, self.planned_rollouts)
         return self.schedule.sigma(module.policy_version, self.planned_rollouts)

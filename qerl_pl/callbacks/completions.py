@@ -73,9 +73,9 @@ class CompletionLog(Callback):
     def _log(self, trainer: Trainer) -> None:
         if self._unlogged is not None:
             version, records = self._unlogged
-            rows = [_row(version, record) for record in records]
+            rows, text = [_row(version, record) for record in records], _markdown(version, records)
             for logger in adapters(trainer.loggers):
-                logger.log_table("completions", COLUMNS, rows, _markdown(version, records), version)
+                logger.log_table("completions", COLUMNS, rows, text, version)
             self._unlogged = None
 
 

@@ -35,8 +35,9 @@ class SaveFitConfig(SaveConfigCallback):
         """Log the hyperparameters."""
         if writes_files(trainer):
             self._text = self.parser.dump(self.config, skip_unset=False)
+            settings = _logged(self._text)
             for adapter in adapters(trainer.loggers):
-                adapter.log_hyperparameters(_logged(self._text))
+                adapter.log_hyperparameters(settings)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save to the run's folder, after a checkpoint has been accepted, and warn if a resumed run has changed."""

@@ -9,12 +9,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.callbacks.rollout_checks import check_types, warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.engines.base import EngineSpec, RolloutEngine, SharedWeights
+from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.environments.pool import EnvironmentPool
 from qerl_pl.environments.sampler import DialogueConfig, DialogueSampler
 from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
+from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import (
@@ -169,11 +170,6 @@ class RolloutCallback(Callback, ChecksFirst):
         self._launched = False
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
-        self._engine_weights: tuple[SharedWeights | None, float] = None, 0.0
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget what an earlier fit has measured."""
         self._expected_lengths: dict[str, float] = {}
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -243,16 +239,14 @@ class RolloutCallback(Callback, ChecksFirst):
         module, data = _module(pl_module), _data(trainer)
         if stage == "fit":
             module.start_afresh()  # or the engine would share no weights with a policy that is still loaded
-            self._forget()
-            prefixes = [f"val/{name}/" if name else "val/" for name in data.val_names]
-            check_monitors(trainer, [prefix + name for prefix in prefixes for name in self.eval_config.metric_names()])
+            self._expected_lengths = {}  # of an earlier fit
+            metrics = self.eval_config.metric_names()
+            check_monitors(trainer, [evaluation_tag("val", name, one) for name in data.val_names for one in metrics])
         check_references(self.config.rewards, data.references)
         warn_of_opened_tags(self.config.rewards, module, data)
         if self._launched:  # by a stage of which no end was told
             self.close()
-        if self._collector is None:
-            self._launch(trainer, module, data)
-        module.use_engine_weights(*self._engine_weights)
+        self._launch(trainer, module, data)
 
     def _launch(self, trainer: Trainer, module: QeRLModule, data: PromptDataModule) -> None:
         lora, ranks = module.policy_config.lora_spec, communicator_of(trainer)
@@ -273,7 +267,7 @@ class RolloutCallback(Callback, ChecksFirst):
         self.engine.launch(spec)
         # The policy of an earlier stage is still loaded, on the weights that it shared then.
         shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
-        self._engine_weights = shared, self.engine.memory_gib().get("releasable", 0.0)
+        module.use_engine_weights(shared, self.engine.memory_gib().get("releasable", 0.0))
         tokenizer, dialogues, ends = module.tokenizer, self._dialogues, end_token_ids(module.base_folder)
         self._collector = Collector(
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
@@ -308,7 +302,6 @@ class RolloutCallback(Callback, ChecksFirst):
         if self._launched:
             self._launched = False
             self._collector = self._evaluator = None
-            self._engine_weights = None, 0.0
             self.engine.close()
 
     # Training ------------------------------------------------------------------------------------------------------

@@ -87,7 +87,8 @@ def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
             value, end = _first_value(part, start + len(_CALL))
             closed = _CLOSED.match(part, end)
             if closed is None:  # no JSON, or more than that
-                value, end = None, part.index(_CALL_END, end) if _CALL_END in part[end:] else len(part)
+                found = part.find(_CALL_END, end)
+                value, end = None, len(part) if found < 0 else found
             calls.append(_call_of(part[start + len(_CALL) : end], value))
             start = part.find(_CALL, end)
     return calls

@@ -247,7 +247,12 @@ def _left() -> tuple[int, set[int]]:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return threading.active_count(), set()
-    return threading.active_count(), {process.pid for process in psutil.Process().children(recursive=True)}
+    return threading.active_count(), _descendants(os.getpid())
+
+
+def _descendants(pid: int) -> set[int]:
+    """The processes that a process started, and those that these did."""
+    return {process.pid for process in psutil.Process(pid).children(recursive=True)}
 
 
 def _adopt_orphans() -> None:
@@ -274,7 +279,7 @@ class Forks:
         self.notices = notices
         self.setup = setup
         self.alive: set[int] = set()
-        self.own = {process.pid for process in psutil.Process().children(recursive=True)}  # of the environment's module
+        self.own = _descendants(os.getpid())  # of the environment's module
 
     def run(self, factory: Callable[..., Any]) -> None:
         """Serve commands until the trainer is gone."""
@@ -348,8 +353,8 @@ class Forks:
 
     def kill_descendants(self, pid: int) -> None:
         """Kill the processes that a process started, also those in sessions of their own."""
-        for process in psutil.Process(pid).children(recursive=True):
-            _kill_group(process.pid)
+        for descendant in _descendants(pid):
+            _kill_group(descendant)
 
     def reap(self) -> None:
         """Collect the workers that ended, with what is left of their tools' processes, and report them."""
@@ -362,8 +367,9 @@ class Forks:
                     send(self.notices, {"pid": ended, "status": status})
                 except (BrokenPipeError, ConnectionResetError):
                     return  # the trainer is gone, as COMMANDS will say
+        known = self.alive | self.own
         for orphan in psutil.Process().children():
-            if orphan.pid not in self.alive | self.own:
+            if orphan.pid not in known:
                 self.kill_descendants(orphan.pid)
                 _kill_group(orphan.pid)
 

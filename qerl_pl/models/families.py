@@ -330,8 +330,9 @@ def fused_group(name: str) -> tuple[str, ...]:
 
 def linear_shapes(config: PretrainedConfig) -> dict[str, tuple[int, int]]:
     """(out, in) of every linear of a causal language model by name, from its config alone."""
-    modules = _meta_model(config).named_modules()
-    return {name: (m.out_features, m.in_features) for name, m in modules if isinstance(m, nn.Linear)}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: (m.out_features, m.in_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def expert_blocks(model: nn.Module, family: Family) -> dict[str, nn.Module]:
@@ -345,9 +346,3 @@ def expert_blocks(model: nn.Module, family: Family) -> dict[str, nn.Module]:
 def names_match(name: str, targets: Iterable[str]) -> bool:
     """Whether one of `targets` is the end of a name, as PEFT's `target_modules` are."""
     return any(name == target or name.endswith(f".{target}") for target in targets)
-
-
-def _meta_model(config: PretrainedConfig) -> nn.Module:
-    with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model

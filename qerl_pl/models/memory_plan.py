@@ -280,12 +280,6 @@ def run_memory(plan: RunPlan) -> RunMemory:
     return RunMemory(rollout, {**update, **buffers, **cuda}, cpu)
 
 
-def update_memory(plan: RunPlan) -> float:
-    """Bytes of PyTorch's tensors at the peak of an update, without an engine's: CUDA's context is not among them."""
-    update = run_memory(replace(plan, engine=False)).update
-    return sum(size for name, size in update.items() if name != CONTEXT)
-
-
 def _prefill(plan: RunPlan) -> float:
     """The engine's largest forward pass: gate and up, their product, hidden states, a dense weight; sampled logits."""
     shape, size = plan.shape, plan.batch.dtype.itemsize

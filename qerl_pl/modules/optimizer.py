@@ -118,8 +118,8 @@ def check_schedule(schedule: Callable[[Optimizer], Any], optimizer: Optimizer, s
         UserError: It refuses a step, or sets a learning rate that is none.
     """
     built = build_schedule(schedule, optimizer, 0, steps)
-    for step in range(1, steps + 1):
-        with warnings.catch_warnings(action="ignore"):  # that the optimizer has not stepped
+    with warnings.catch_warnings(action="ignore"):  # that the optimizer has not stepped
+        for step in range(1, steps + 1):
             try:
                 built.step()
             except (TypeError, ValueError) as error:
@@ -128,8 +128,8 @@ def check_schedule(schedule: Callable[[Optimizer], Any], optimizer: Optimizer, s
                     f"lr_scheduler must last for the run's {steps} optimizer steps; at step {step} {schedule!r:.60} "
                     f"says: {message:.120}; correct its settings"
                 ) from error
-        if not all(0 <= (rate := group["lr"]) <= LARGEST_RATE for group in optimizer.param_groups):
-            raise UserError(
-                f"a learning rate is from 0 to {LARGEST_RATE:g}; lr_scheduler {schedule!r:.60} sets {rate} at step "
-                f"{step} of {steps}; correct its settings"
-            )
+            if not all(0 <= (rate := group["lr"]) <= LARGEST_RATE for group in optimizer.param_groups):
+                raise UserError(
+                    f"a learning rate is from 0 to {LARGEST_RATE:g}; lr_scheduler {schedule!r:.60} sets {rate} at step "
+                    f"{step} of {steps}; correct its settings"
+                )

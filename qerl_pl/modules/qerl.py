@@ -162,10 +162,6 @@ class QeRLModule(PolicyModule):
         self.shared_weights = shared
         self._releasable_gib = releasable_gib
 
-    def planned_rollouts(self) -> int:
-        """Rollouts of the run; see `planned_batches`."""
-        return self.planned_batches()
-
     # The update ----------------------------------------------------------------------------------------------------
 
     def sampling_weights(self, noise: NormNoise | None = None) -> PolicyWeights:

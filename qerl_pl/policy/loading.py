@@ -52,7 +52,7 @@ def load_base(
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     shared = SharedWeights({}, {}) if shared is None else shared
-    check_shared_weights(shared, base_format, tensors, config)
+    check_shared_weights(shared, base_format, tensors, family.experts)
     experts, loaded_experts = use_packed_experts(
         model, family, base_format, tensors, dtype, partial(_frozen_parameter, device=device), shared.experts
     )

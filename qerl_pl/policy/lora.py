@@ -1,8 +1,7 @@
 """LoRA layers over frozen linears, in PEFT's conventions: PEFT saves, loads and switches them."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard
 
@@ -19,7 +18,7 @@ from qerl_kernels import (
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
-from qerl_pl.models.families import PROJECTIONS, find_family
+from qerl_pl.models.families import PROJECTIONS, find_family, names_match
 
 
 def parameter_name(name: str) -> str:
@@ -224,7 +223,7 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
         if isinstance(module, nn.Linear | FrozenLinear) and module is not head
     }
     for target in config.targets:
-        sides = {name: side for name, side in linears.items() if re.fullmatch(rf"(.*\.)?{re.escape(target)}", name)}
+        sides = {name: side for name, side in linears.items() if names_match(name, [target])}
         if not sides:
             names = sorted({name.rsplit(".", 1)[-1] for name in linears})
             family = find_family(model.config.model_type)  # type: ignore[union-attr, arg-type]
@@ -233,14 +232,9 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
                 f"choose model.policy.lora.targets among {', '.join(names)}"
                 + ("; experts and router are frozen" if family is not None and family.experts is not None else "")
             )
-        _check_rank(config.rank, sides, target)
-
-
-def _check_rank(rank: int, sides: Mapping[str, int], target: str) -> None:
-    """Reject a rank above the smaller side of a weight, by the name of the weights that `target` matches."""
-    smallest = min(sides, key=lambda name: sides[name])
-    if rank > sides[smallest]:
-        raise UserError(
-            f"a LoRA rank must not be above the smaller side of a weight; got rank {rank} for {smallest} "
-            f"with {sides[smallest]}; lower model.policy.lora.rank, or leave {target} out of its targets"
-        )
+        smallest, side = min(sides.items(), key=lambda pair: pair[1])
+        if config.rank > side:
+            raise UserError(
+                f"a LoRA rank must not be above the smaller side of a weight; got rank {config.rank} for {smallest} "
+                f"with {side}; lower model.policy.lora.rank, or leave {target} out of its targets"
+            )

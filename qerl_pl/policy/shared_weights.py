@@ -6,13 +6,12 @@ import torch
 from qerl_kernels import FrozenWeight, StackedWeight
 from qerl_kernels.marlin import TILE
 from torch import Tensor
-from transformers import PretrainedConfig
 
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import BaseFormat
 from qerl_pl.formats.stored_experts import StoredExperts
-from qerl_pl.models.families import GATE_UP, family_of
+from qerl_pl.models.families import GATE_UP, Experts
 from qerl_pl.models.folder import TensorFiles
 
 TOLERANCE = 0.01
@@ -23,7 +22,7 @@ NEGLIGIBLE = 1e-4
 
 @torch.no_grad()
 def check_shared_weights(
-    shared: SharedWeights, base_format: BaseFormat, tensors: TensorFiles, config: PretrainedConfig
+    shared: SharedWeights, base_format: BaseFormat, tensors: TensorFiles, experts: Experts | None
 ) -> None:
     """Compare the first rows of each shared matrix with the checkpoint's.
 
@@ -33,12 +32,12 @@ def check_shared_weights(
         shared: Of an engine.
         base_format: Of the checkpoint.
         tensors: The checkpoint.
-        config: Of the model.
+        experts: Of the model's family.
 
     Raises:
         UserError: They differ.
     """
-    for name, expected, actual, largest in _tiles(shared, base_format, tensors, config):
+    for name, expected, actual, largest in _tiles(shared, base_format, tensors, experts):
         actual, expected = actual.float(), expected.to(actual.device, torch.float32)
         difference, size = actual - expected, expected.norm()
         if not (difference.norm() <= TOLERANCE * size or difference.abs().max() <= NEGLIGIBLE * largest):
@@ -50,7 +49,7 @@ def check_shared_weights(
 
 
 def _tiles(
-    shared: SharedWeights, base_format: BaseFormat, tensors: TensorFiles, config: PretrainedConfig
+    shared: SharedWeights, base_format: BaseFormat, tensors: TensorFiles, experts: Experts | None
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """(name, first rows in the checkpoint, first rows of the shared matrix, its largest weight)."""
     first_rows = tensors.first_rows(TILE)
@@ -60,11 +59,12 @@ def _tiles(
     for name, weight in shared.linears.items():
         stored = base_format.first_rows(name, tensors, TILE, _place_beside(weight))
         if stored is not None:
-            expected, dense = (one.dense(torch.bfloat16).float() * one.alpha for one in (stored, weight))
-            yield name, expected, dense[:TILE], dense.abs().max()
-    experts = family_of(config.model_type).experts
-    for name, stack in shared.experts.items() if experts is not None else ():
-        assert experts is not None
+            dense = weight.dense(torch.bfloat16)  # in 16 bits: a matrix may have GiBs, and a tile is compared
+            expected, tile = stored.dense(torch.bfloat16).float() * stored.alpha, dense[:TILE].float() * weight.alpha
+            yield name, expected, tile, (dense.abs().max().float() * weight.alpha).abs()
+    if experts is None:
+        return
+    for name, stack in shared.experts.items():
         module, _, matrix = name.rpartition(".")
         count, rows, _ = stack.shape
         all_stored = StoredExperts(experts, base_format, first_rows, module, count)

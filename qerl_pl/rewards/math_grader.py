@@ -84,7 +84,7 @@ def _read_one(latex: str) -> list[Any]:
     sides = [side for side in _APPROX.split(wrapped[2]) if side.strip()] if wrapped else []
     if wrapped and sides != [wrapped[2]]:
         each = [_read_one(f"{wrapped[1]}{side}{wrapped[3]}") for side in sides]
-        values = [next((value for value in parsed if not isinstance(value, str)), None) for parsed in each]
+        values = [_first_value(parsed) for parsed in each]
         rounds = all(_may_round(*pair) for pair in zip(values, values[1:], sides[1:], strict=False))
         return [*values, latex] if None not in values and rounds else [latex]
     values = parse(latex, [_LATEX], parsing_timeout=None)
@@ -92,6 +92,11 @@ def _read_one(latex: str) -> list[Any]:
     if any(not isinstance(value, str) for value in values) or len(re.findall(r"[\d.,/]*\d", latex)) > 1:
         return values
     return parse(latex, [_LATEX, ExprExtractionConfig()], parsing_timeout=None)
+
+
+def _first_value(parsed: list[Any]) -> Any:
+    """The first reading that is no text; None without one."""
+    return next((value for value in parsed if not isinstance(value, str)), None)
 
 
 def _named(value: Any) -> Any:
@@ -118,7 +123,7 @@ def read(text: str) -> list[Any]:
     each = [_read_one(latex) for latex in notation.formulas(text)]
     if len(each) == 1:
         return each[0]
-    values = [next((value for value in parsed if not isinstance(value, str)), None) for parsed in each]
+    values = [_first_value(parsed) for parsed in each]
     if None in values:
         return [text]
     return [
@@ -293,7 +298,7 @@ def canonical(answer: str) -> str | None:
     answer = notation.without_units(notation.without_unit_texts(notation.plain(answer)))
     if notation.doubtful("", answer) or _WORD.search(notation.TEXT.sub("", answer)):
         return None
-    value = next((value for value in read(notation.letters(answer)) if not isinstance(value, str)), None)
+    value = _first_value(read(notation.letters(answer)))
     if value is None or untrue(value, answer):
         return None
     value = _normal(value.rhs if isinstance(value, Eq) and isinstance(value.lhs, Symbol) else value)
