@@ -15,7 +15,7 @@ import torch
 from qerl_kernels import FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, NVFP4Tensor, StackedWeight, select_backend
 from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file
-from test_every_way import killed, process_state, written  # noqa: F401  (a fixture)
+from test_every_way import killed, written
 from test_killed import in_a_fork
 from test_ops_experts import padded_stack
 from tiny_families import EXPERTS, MODELS, STORED, write_checkpoint, write_wrapped

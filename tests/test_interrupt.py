@@ -58,6 +58,7 @@ def test_the_handler_is_given_back_to_the_command_line(monkeypatch: pytest.Monke
         return 7
 
     monkeypatch.setattr("qerl_pl.cli.main.main", run)
+    monkeypatch.setattr(sys, "argv", ["qerl", "fit"])
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert program.main() == 7 and found == [signal.default_int_handler]
@@ -105,7 +106,7 @@ def test_ctrl_c_before_the_first_step_is_one_line(
 
 @pytest.mark.usefixtures("default_handler")
 def test_another_exit_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qerl_pl.cli.commands.configs", lambda *_: sys.exit(7))
+    monkeypatch.setattr("qerl_pl.cli.commands.list_configs", lambda *_: sys.exit(7))
     with pytest.raises(SystemExit) as end:
         main(["configs"])
     assert end.value.code == 7

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file, save_file
 from short_run import trainer_of
-from test_every_way import process_state, written  # noqa: F401  (a fixture)
+from test_every_way import written
 from test_families import CPU, LOGPROB_BOUND, NOISE, PROMPTS, changed, completions_of, policy_of
 from tiny_families import EXPERTS as MIXTURES
 from tiny_families import STORED, write_checkpoint
