@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import psutil
 import pytest
+from dialogue_helpers import gone
 
 from qerl_pl.environments import EnvironmentPool, Opening, ToolAnswer
 from qerl_pl.environments.contract import load_factory, methods_of, row_arguments, takes_row
@@ -605,15 +606,6 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_dialogue() -> None:
     assert worker_of(session)[0] == worker
     pool.close()
     assert gone(worker)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends, which may take the system a moment."""
-    for _ in range(200):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 TRAINER = """

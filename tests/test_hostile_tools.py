@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from dialogue_helpers import gone
 from hostile_environment import KINDS, SPECIAL
 
 from qerl_pl.environments import EnvironmentPool, ToolAnswer
@@ -176,16 +177,7 @@ def test_a_dialogue_whose_process_ends_is_over(ending: dict[str, tuple[Session, 
     assert session.reward().result() is None
     session.close()
     if kind == "leave_process_and_hang":
-        assert ended(int(Path(os.environ["LEFT"]).read_text()))
-
-
-def ended(pid: int) -> bool:
-    """Whether a process ends, which may take the system a moment."""
-    for _ in range(200):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-            return True
-        time.sleep(0.05)
-    return False
+        assert gone(int(Path(os.environ["LEFT"]).read_text()))
 
 
 def test_what_a_tool_left_is_not_there_in_the_next_dialogue(pool: EnvironmentPool) -> None:
@@ -205,7 +197,7 @@ def test_processes_that_a_tool_left_end_with_the_pool() -> None:
     pid = int(session.call("harm", {"kind": "process"}).result().text)
     assert psutil.pid_exists(pid)
     pool.close()
-    assert ended(pid)
+    assert gone(pid)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,14 @@ def sleeping(pool: EnvironmentPool) -> list[str]:
     assert pool._loop is not None
     first = psutil.Process(pool._loop._process.pid)
     for _ in range(100):
-        left = [process.pid for process in first.children(recursive=True) if process.name() == "sleep"]
+        left = []
+        for process in first.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+                left += [str(process.pid)] if process.name() == "sleep" else []
         if not left:
-            return []
+            break
         time.sleep(0.05)
-    return [str(pid) for pid in left]
+    return left
 
 
 @pytest.mark.parametrize(
