@@ -43,9 +43,10 @@ quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it
 test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentation, and the whole suite with both engines
 	$(MAKE) --no-print-directory --jobs 3 lint docs suite
 
-# Three workers for two cores: many tests wait for processes that they have started or killed.
+# Three workers for two cores: many tests wait for processes that they have started or killed. A test that waits for
+# ever fails, with the line where it waits.
 suite: $(VENV)/.installed-vllm
-	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --timeout 300
 
 mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour, part of nightly
 	$(BIN)/python tools/mutation.py
