@@ -1,0 +1,182 @@
+"""The study's figures from its rows of counts, with numpy alone.
+
+    python studies/four_bits/analysis.py studies/four_bits/counts.jsonl
+
+A row has a policy's levels, the format that served it, and the number of right samples of each question. A difference
+is paired by seed, its interval Student's t over seeds; verdicts are those of plan.md.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+
+OWN_FORMAT = {"lora16": "none", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4"}
+"""The format that a method trains on."""
+MARGIN = 0.02
+PRIMARY = ("nvfp4_aqn", "lora16")
+Key = tuple[str, str]
+"""A method, and the format that serves its adapter."""
+
+
+class Difference(NamedTuple):
+    """Mean of paired differences, with 95 and 90 % intervals."""
+
+    mean: float
+    low: float
+    high: float
+    low90: float
+    high90: float
+    deviation: float
+    pairs: int
+    p_value: float
+
+
+def student_cdf(t: float, degrees: int) -> float:
+    """CDF of Student's t distribution, by Simpson's rule on its density over [0, |t|]."""
+    x = numpy.linspace(0.0, abs(t), 20_001)
+    density = numpy.exp(
+        math.lgamma((degrees + 1) / 2)
+        - math.lgamma(degrees / 2)
+        - 0.5 * math.log(degrees * math.pi)
+        - (degrees + 1) / 2 * numpy.log1p(x**2 / degrees)
+    )
+    weights = numpy.ones_like(x)
+    weights[1:-1:2], weights[2:-1:2] = 4.0, 2.0
+    half = float((weights * density).sum() * abs(t) / 20_000 / 3)
+    return 0.5 + math.copysign(half, t)
+
+
+def student_quantile(degrees: int, probability: float) -> float:
+    """The t below which the distribution has this probability, at least one half."""
+    return _root(lambda t: student_cdf(t, degrees) - probability, 0.0, 1000.0)
+
+
+def _root(function: Callable[[float], float], low: float, high: float) -> float:
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (low, middle) if function(middle) > 0 else (middle, high)
+    return (low + high) / 2
+
+
+def difference(values: Sequence[float]) -> Difference:
+    """Mean and intervals of paired differences, one for each seed; needs two."""
+    array = numpy.asarray(values, dtype=numpy.float64)
+    mean, deviation, degrees = float(array.mean()), float(array.std(ddof=1)), len(array) - 1
+    error = deviation / math.sqrt(len(array))
+    wide, narrow = (student_quantile(degrees, one) * error for one in (0.975, 0.95))
+    p_value = 2 * (1 - student_cdf(abs(mean) / error, degrees)) if error else float(mean == 0)
+    return Difference(mean, mean - wide, mean + wide, mean - narrow, mean + narrow, deviation, len(array), p_value)
+
+
+def detectable_effect(deviation: float, pairs: int) -> float:
+    """The difference that a two-sided test at 0.05 finds with power 0.8, on the difference's side."""
+    degrees = pairs - 1
+    quantile = student_quantile(degrees, 0.975)
+    scale = numpy.linspace(0, 1 + 10 / math.sqrt(degrees), 20_001)[1:]  # of the estimated over the true deviation
+    log_density = (degrees - 1) * numpy.log(scale) - degrees * scale**2 / 2
+    density = numpy.exp(log_density - log_density.max())
+    density /= density.sum()
+
+    def power(effect: float) -> float:
+        above = [0.5 * math.erfc((quantile * one - effect) / math.sqrt(2)) for one in scale[::20]]
+        return float(numpy.dot(density[::20] / density[::20].sum(), above))
+
+    return _root(lambda effect: power(effect) - 0.8, 0.0, quantile + 20) * deviation / math.sqrt(pairs)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p-values adjusted by Holm's procedure, in their order."""
+    order = numpy.argsort(p_values)
+    adjusted = [0.0] * len(p_values)
+    most = 0.0
+    for rank, index in enumerate(order):
+        most = max(most, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = most
+    return adjusted
+
+
+def verdict(found: Difference, margin: float = MARGIN) -> str:
+    """The plan's verdict on a difference."""
+    within = -margin < found.low90 and found.high90 < margin
+    if found.low <= 0 <= found.high:
+        effect = detectable_effect(found.deviation, found.pairs)
+        return "equivalent" if within else f"undecided; {effect:.3f} would be found with power 0.8"
+    if within:
+        return "different, by less than the margin"
+    return "better" if found.mean > 0 else "worse"
+
+
+def accuracies(rows: Sequence[Mapping[str, Any]], what: str) -> dict[Key, dict[str, float]]:
+    """Accuracy by method and serving format, then by seed ("start" before training), of 128 rollouts in order 0.
+
+    Args:
+        rows: Rows of `studies.four_bits.evaluate`.
+        what: "sampled" or "greedy".
+    """
+    found: dict[Key, dict[str, float]] = {}
+    for row in rows:
+        levels = row["levels"]
+        if levels["order"] != "0" or levels.get("rollouts", "128") != "128":
+            continue
+        answers = row["samples"] if what == "sampled" else 1
+        right = numpy.asarray(row[what]).sum() / answers / len(row[what])
+        found.setdefault((levels["method"], levels["served"]), {})[levels.get("seed", "start")] = float(right)
+    return found
+
+
+def paired(found: Mapping[Key, Mapping[str, float]], first: Key, second: Key) -> list[float]:
+    """Differences of the seeds that both have, first less second."""
+    one, other = found.get(first, {}), found.get(second, {})
+    return [one[seed] - other[seed] for seed in sorted(one) if seed in other]
+
+
+def comparisons(found: Mapping[Key, Mapping[str, float]]) -> dict[str, list[float]]:
+    """Paired differences by name, the primary one first; those with fewer than two pairs are left out."""
+    own = {method: (method, served) for method, served in OWN_FORMAT.items()}
+    pairs: dict[str, list[float]] = {}
+    for first, second in [PRIMARY, ("nvfp4", "lora16"), ("mxfp4", "lora16"), ("nvfp4_aqn", "nvfp4")]:
+        end = paired(found, own[first], own[second])
+        pairs[f"{first} less {second}"] = end
+        starts = [found.get(("start", OWN_FORMAT[method]), {}) for method in (first, second)]
+        if OWN_FORMAT[first] != OWN_FORMAT[second] and all(starts):
+            ahead = starts[0]["start"] - starts[1]["start"]
+            pairs[f"gain of {first} less gain of {second}"] = [one - ahead for one in end]
+    pairs["served on NVFP4: lora16 less nvfp4_aqn"] = paired(found, ("lora16", "nvfp4"), own["nvfp4_aqn"])
+    for method in ("nvfp4_aqn", "nvfp4"):
+        pairs[f"served on 16 bits: {method} less lora16"] = paired(found, (method, "none"), own["lora16"])
+    return {name: values for name, values in pairs.items() if len(values) > 1}
+
+
+def report(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+    """Accuracy of each method and serving format, and the comparisons with their verdicts, as Markdown."""
+    found = accuracies(rows, what)
+    lines = [f"Accuracy, {what}:", "", "| method | served on | mean | runs |", "|---|---|---|---|"]
+    for (method, served), by_seed in found.items():
+        lines.append(f"| {method} | {served} | {numpy.mean(list(by_seed.values())):.3f} | {len(by_seed)} |")
+    lines += [
+        "",
+        "| comparison | difference [95 %] | [90 %] | pairs | p by Holm | verdict |",
+        "|---|---|---|---|---|---|",
+    ]
+    compared = {name: difference(values) for name, values in comparisons(found).items()}
+    secondary = list(compared)[1:]
+    adjusted = dict(zip(secondary, holm([compared[name].p_value for name in secondary]), strict=True))
+    for name, one in compared.items():
+        wide, narrow = f"[{one.low:+.3f}, {one.high:+.3f}]", f"[{one.low90:+.3f}, {one.high90:+.3f}]"
+        p_value = f"{adjusted[name]:.3f}" if name in adjusted else "primary"
+        lines.append(f"| {name} | {one.mean:+.3f} {wide} | {narrow} | {one.pairs} | {p_value} | {verdict(one)} |")
+    return "\n".join(lines)
+
+
+def main(path: Path) -> None:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    print("\n\n".join(report(rows, what) for what in ("sampled", "greedy")))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

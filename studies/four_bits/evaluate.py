@@ -1,0 +1,87 @@
+"""Grade the test questions by greedy decoding and 16 samples each, in one format; a row of counts for each evaluation.
+
+    python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --base 0 --formats none nvfp4
+    python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --run RUN --formats nvfp4 none
+
+The first line evaluates the policy before training in an order of its channels, the second a finished run's adapter, of
+which every format but its own is cross-serving. An evaluation that has a row is skipped, one that was cut off goes on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from studies.train_on_4_bits.plan import ROOT
+from studies.train_on_4_bits.rows import add_row, read_rows
+
+SAMPLES = 16
+
+
+def counts(lines: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """Right greedy answers (0 or 1) and right samples of each question, in the order of its ids."""
+    greedy: dict[str, int] = {}
+    sampled: dict[str, int] = {}
+    for line in lines:
+        found = greedy if line["sample"] is None else sampled
+        found[line["prompt_id"]] = found.get(line["prompt_id"], 0) + line["correct"]
+    if set(greedy) != set(sampled):
+        raise ValueError(f"{len(greedy)} questions have a greedy answer and {len(sampled)} have samples")
+    ids = sorted(greedy)
+    return {"greedy": [greedy[one] for one in ids], "sampled": [sampled[one] for one in ids]}
+
+
+def levels_of(run: Path) -> dict[str, str]:
+    """The levels in the name of a run's folder."""
+    return dict(level.split("=", 1) for level in run.name.split(","))
+
+
+def words(prepared: Path, order: int, quantization: str, adapter: Path | None, folder: Path, samples: int) -> list[str]:
+    """Arguments of `qerl` for one evaluation."""
+    settings = {
+        "model.policy.path": prepared / f"base-{order}",
+        "model.policy.quantization": quantization,
+        "data.path": prepared / "data",
+        "data.val_split": "held_out",  # as in the runs
+        "rollout.eval_samples": samples,
+        "report": "{}",
+        "trainer.default_root_dir": folder,
+        **({} if adapter is None else {"model.policy.adapter": adapter, "model.policy.lora.targets": "null"}),
+    }
+    options = [f"--{key}={value}" for key, value in settings.items()]
+    return ["test", "-c", str(ROOT / "studies/four_bits/run.yaml"), *options]
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prepared", type=Path)
+    parser.add_argument("rows", type=Path)
+    parser.add_argument("--folder", type=Path, required=True, help="of the evaluations, to go on from")
+    parser.add_argument("--formats", nargs="+", required=True)
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a question")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--base", type=int, help="order of the channels, before training")
+    which.add_argument("--run", type=Path, help="folder of a finished run")
+    args, options = parser.parse_known_args(given)  # others are of `qerl test`
+    levels = {"order": str(args.base), "method": "start"} if args.run is None else levels_of(args.run)
+    adapter = None if args.run is None else args.run / "adapter"
+    for served in args.formats:
+        name = ",".join(f"{factor}={level}" for factor, level in {**levels, "served": served}.items())
+        if name in read_rows(args.rows):
+            continue
+        folder = args.folder / name
+        command = words(args.prepared, int(levels["order"]), served, adapter, folder, args.samples)
+        subprocess.run([sys.executable, "-m", "qerl_pl", *command, *options], check=True, cwd=ROOT)
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        lines = [json.loads(line) for line in (folder / evaluation["samples"]).read_text().splitlines()]
+        where = report.environment()
+        row = {"run": name, "levels": {**levels, "served": served}, "samples": args.samples, "where": where}
+        add_row(args.rows, {**row, **counts(lines)})
+
+
+if __name__ == "__main__":
+    main()

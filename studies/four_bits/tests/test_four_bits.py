@@ -1,0 +1,138 @@
+"""The analysis against values worked by hand or from tables of Student's t; the runs against the plan."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from studies.four_bits import analysis
+from studies.four_bits.evaluate import counts, levels_of, words
+from studies.train_on_4_bits.plan import read_plan
+
+STUDY = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("degrees, probability, t", [(1, 0.975, 12.7062), (7, 0.975, 2.36462), (7, 0.95, 1.89458)])
+def test_quantiles_are_those_of_the_tables(degrees: int, probability: float, t: float) -> None:
+    assert analysis.student_quantile(degrees, probability) == pytest.approx(t, rel=1e-4)
+
+
+def test_a_difference_by_hand() -> None:
+    found = analysis.difference([0.01, 0.03])  # deviation 0.02 / sqrt(2), error 0.01, one degree of freedom
+    assert found[:6] == pytest.approx((0.02, -0.107062, 0.147062, -0.043138, 0.083138, 0.0141421), abs=1e-5)
+    assert found.p_value == pytest.approx(0.295167, abs=1e-5)  # 1 - 2 atan(2) / pi
+
+
+def test_the_effect_that_eight_pairs_detect() -> None:
+    # One-sample t test, n = 8, power 0.8, two-sided 0.05: 1.156 deviations (Cohen's d of tables of power).
+    assert analysis.detectable_effect(1.0, 8) == pytest.approx(1.156, abs=0.003)
+
+
+def test_holms_p_values() -> None:
+    assert analysis.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+@pytest.mark.parametrize(
+    "values, verdict",
+    [
+        ([0.001, -0.001, 0.002, -0.002], "equivalent"),
+        ([-0.011, -0.010, -0.009, -0.010], "different, by less than the margin"),
+        ([-0.04, -0.05, -0.045, -0.045], "worse"),
+        ([0.04, 0.05, 0.045, 0.045], "better"),
+        ([0.05, -0.05, 0.04, -0.04], "undecided"),
+    ],
+)
+def test_verdicts_of_the_plan(values: list[float], verdict: str) -> None:
+    assert analysis.verdict(analysis.difference(values)).startswith(verdict)
+
+
+def row(method: str, served: str, right: list[int], **levels: str) -> dict[str, object]:
+    """Two questions, of four samples each."""
+    return {
+        "levels": {"order": "0", "method": method, "served": served, **levels},
+        "samples": 4,
+        "sampled": right,
+        "greedy": [int(one > 2) for one in right],
+    }
+
+
+ROWS = [
+    row("start", "none", [2, 2]),
+    row("start", "nvfp4", [1, 2]),
+    row("lora16", "none", [4, 3], seed="200", rollouts="128"),
+    row("lora16", "none", [4, 2], seed="201", rollouts="128"),
+    row("lora16", "nvfp4", [3, 3], seed="200", rollouts="128"),
+    row("lora16", "nvfp4", [2, 3], seed="201", rollouts="128"),
+    row("nvfp4_aqn", "nvfp4", [3, 2], seed="201", rollouts="128"),  # another order of rows
+    row("nvfp4_aqn", "nvfp4", [3, 3], seed="200", rollouts="128"),
+    row("nvfp4_aqn", "nvfp4", [4, 4], seed="208", rollouts="400"),
+    row("nvfp4_aqn", "nvfp4", [0, 0], seed="200", rollouts="128", order="1"),
+]
+
+
+def test_pairs_are_of_one_seed_and_gains_of_one_format() -> None:
+    found = analysis.accuracies(ROWS, "sampled")
+    assert found["nvfp4_aqn", "nvfp4"] == {"201": 5 / 8, "200": 6 / 8}  # neither 400 rollouts nor another order
+    assert analysis.comparisons(found) == {
+        "nvfp4_aqn less lora16": [-1 / 8, -1 / 8],
+        "gain of nvfp4_aqn less gain of lora16": [0.0, 0.0],
+        "served on NVFP4: lora16 less nvfp4_aqn": [0.0, 0.0],
+    }
+    greedy = analysis.accuracies(ROWS, "greedy")
+    assert greedy["lora16", "none"] == {"200": 1.0, "201": 0.5}
+
+
+ANALYSIS = str(STUDY / "analysis.py")
+NOT_NUMPY = ["torch", "scipy", "qerl_pl", "studies"]
+"""Packages whose import fails in the test."""
+
+
+def test_the_analysis_needs_numpy_alone(tmp_path: Path) -> None:
+    rows = tmp_path / "counts.jsonl"
+    rows.write_text("".join(json.dumps(one) + "\n" for one in ROWS))
+    hidden = f"import runpy, sys; sys.modules |= dict.fromkeys({NOT_NUMPY}); "
+    program = f"{hidden}runpy.run_path({ANALYSIS!r}, None, '__main__')"
+    run = subprocess.run([sys.executable, "-c", program, str(rows)], capture_output=True, text=True, check=True)
+    assert "| nvfp4_aqn less lora16 | -0.125 [-0.125, -0.125] |" in run.stdout
+
+
+def test_counts_of_each_question() -> None:
+    lines = [
+        {"prompt_id": "b", "sample": None, "correct": True},
+        *({"prompt_id": "a", "sample": k, "correct": k < 2} for k in range(3)),
+        {"prompt_id": "a", "sample": None, "correct": False},
+        {"prompt_id": "b", "sample": 0, "correct": False},
+    ]
+    assert counts(lines) == {"greedy": [0, 1], "sampled": [2, 0]}
+    with pytest.raises(ValueError, match="2 questions have a greedy answer and 1 have samples"):
+        counts([line for line in lines if line["prompt_id"] != "b" or line["sample"] is None])
+
+
+def test_an_early_end_leaves_fewer_seeds_and_no_fewer_methods() -> None:
+    runs = [run for run in read_plan(STUDY / "study.yaml").runs if run.levels["rollouts"] == 128]
+    main = [run.levels for run in runs if run.levels["order"] == 0 and "." not in str(run.levels["method"])]
+    main = [levels for levels in main if levels["method"] in analysis.OWN_FORMAT]
+    assert [levels["seed"] for levels in main] == [seed for seed in range(200, 208) for _ in range(4)]
+    for seed in range(200, 208):
+        assert {levels["method"] for levels in main if levels["seed"] == seed} == {
+            "lora16",
+            "nvfp4_aqn",
+            "nvfp4",
+            "mxfp4",
+        }
+
+
+def test_rates_are_tried_on_training_rows_alone() -> None:
+    runs = [run for run in read_plan(STUDY / "study.yaml").runs if run.levels["rollouts"] == 64]
+    assert len(runs) == 12 and {run.overrides["data.val_split"] for run in runs} == {"held_out"}
+    assert {str(run.overrides["model.optimizer.lr"]) for run in runs} == {"1e-05", "3e-05", "6e-05"}
+
+
+def test_an_adapter_is_served_on_another_format() -> None:
+    run = Path("runs/seed=200,order=1,rollouts=128,method=lora16,rate=chosen")
+    assert levels_of(run)["method"] == "lora16"
+    given = words(Path("prepared"), 1, "nvfp4", run / "adapter", Path("out"), 16)
+    assert f"--model.policy.adapter={run}/adapter" in given and "--model.policy.path=prepared/base-1" in given
+    assert "--model.policy.quantization=nvfp4" in given
