@@ -12,7 +12,7 @@ from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.algorithm import NormNoise
-from qerl_pl.formats.mxfp4 import STACKS_CONFIG, MXFP4StacksQuantizer
+from qerl_pl.formats.mxfp4 import STACKS_CONFIG, MXFP4StacksFormat
 from qerl_pl.formats.nvfp4 import CONFIG
 from qerl_pl.models.families import DOWN, GATE_UP, fused_group, stores_stacks, unquantized
 from qerl_pl.models.folder import ShardWriter
@@ -199,7 +199,7 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
 
 def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """What stores a stack of experts [E, K, N] as gpt-oss is published, by the suffix of its name."""
-    quantizer = MXFP4StacksQuantizer()
+    quantizer = MXFP4StacksFormat()
     codes, scales = zip(*(quantizer.encode(matrix.t().contiguous(), None) for matrix in stack), strict=True)
     return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]
 

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import QuantizedFormat
+from qerl_pl.formats.base import QUANTIZED
 from qerl_pl.models import memory_plan
 from qerl_pl.models.memory import GIB, check_length
 from qerl_pl.models.memory_plan import (
@@ -251,7 +251,7 @@ def test_targets_with_their_path_count_the_linears_that_they_name() -> None:
 
 
 def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
-    assert set(BITS) == set(get_args(QuantizedFormat))
+    assert set(BITS) == set(QUANTIZED)
     weights = QWEN.linear_weights + QWEN.embedding_weights
     for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
         assert QWEN.base_bytes("none", dtype) == size * weights

@@ -5,7 +5,14 @@
 
 from qerl_kernels.activation import clamped_swiglu, clamped_swiglu_reference, gelu_tanh_product, silu_product
 from qerl_kernels.attention import varlen_attention
-from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
+from qerl_kernels.backend import (
+    Backend,
+    backend_for,
+    select_backend,
+    select_backend_of,
+    selected_backend,
+    triton_available,
+)
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
     decode_gemm_linear,
@@ -32,21 +39,25 @@ from qerl_kernels.reference import (
 from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
 from qerl_kernels.selective_checkpointing import (
-    graph_only,
+    addend_checkpoint_contexts,
+    last_addend,
+    leaves_out_last_addend,
     selective_checkpoint_contexts,
+    without_last_addend,
     without_saving_products,
 )
 from qerl_kernels.stacked_weights import DenseStack, MarlinStack, MXFP4Stack, NVFP4Stack, StackedWeight
 
 __all__ = [
-    "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases",
-    "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
-    "MarlinStack", "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
-    "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference", "decode_gemm_linear",
-    "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dequantize_marlin",
-    "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears",
-    "gelu_tanh_product", "graph_only", "marlin_alpha", "mixture_of_experts", "mixture_reference",
-    "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens",
-    "select_backend", "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
-    "varlen_attention", "without_saving_products",
+    "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases", "FrozenWeight",
+    "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack", "MarlinTensor",
+    "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "addend_checkpoint_contexts", "backend_for",
+    "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference",
+    "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported",
+    "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear",
+    "frozen_linears", "gelu_tanh_product", "last_addend", "leaves_out_last_addend", "marlin_alpha",
+    "mixture_of_experts", "mixture_reference", "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm",
+    "rotary", "sample_tokens", "select_backend", "select_backend_of", "selected_backend",
+    "selective_checkpoint_contexts", "silu_product", "triton_available", "varlen_attention", "without_last_addend",
+    "without_saving_products",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Formats of compressed-tensors with 4-bit weights; transformers and vLLM load their checkpoints."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +15,12 @@ from compressed_tensors.quantization import (
     QuantizationStrategy,
     QuantizationType,
 )
-from qerl_kernels import FrozenWeight, StackedWeight
+from qerl_kernels import StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense import UnpackedStacks, extra_setting
-from qerl_pl.models.folder import TensorFiles, in_dtype
+from qerl_pl.formats.base_format import BaseFormat, Place, extra_setting
+from qerl_pl.models.folder import TensorFiles
 
 _FREE = ("config_groups", "ignore", "quantization_status", "global_compression_ratio", "version")
 """Settings that say which weights are quantized, which the files show, and who wrote them."""
@@ -31,25 +31,11 @@ _CALIBRATION = (("actorder", "static"), ("actorder", "weight"))
 """An order in which GPTQ rounds; the weights lie in their own."""
 
 
-class PackedFormat(UnpackedStacks, ABC):
+class PackedFormat(BaseFormat):
     """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
 
-    name: ClassVar[str]
     compression: ClassVar[CompressionFormat]
-    config: ClassVar[dict[str, Any]]
-    """Its `quantization_config`."""
-    suffixes: ClassVar[tuple[str, ...]]
-    """What follows a linear's name in the names of its tensors, the packed codes first."""
-    vllm_devices = ("cuda",)
-    vllm_options: Mapping[str, str] = {}
-
-    @abstractmethod
-    def weight(self, stored: Sequence[Tensor]) -> FrozenWeight:
-        """The frozen weight of a linear, from its tensors in the order of `suffixes`."""
-
-    def dense(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The dequantized matrix [N, K] of a linear."""
-        return self.weight(stored).dense(dtype)
+    stores_experts = True
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return quantization is not None and quantization.get("format") == self.compression.value
@@ -72,51 +58,22 @@ class PackedFormat(UnpackedStacks, ABC):
             found.append(extra_setting(asked | needed, exact["weights"], _FREE_OF_WEIGHTS))
         return next(filter(None, found), None)
 
-    def tensor_names(self, linear: str) -> tuple[str, ...]:
-        return tuple(f"{linear}.{suffix}" for suffix in self.suffixes)
-
-    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-        shapes, stored = {}, tensors.shapes()
-        (group,) = self.config["config_groups"].values()
-        block = group["weights"]["group_size"]
-        for name, shape in stored.items():
-            linear, _, suffix = name.rpartition(".")
-            if suffix == self.suffixes[0]:
-                shapes[f"{linear}.weight"] = dense = (*shape[:-1], 2 * shape[-1])  # two codes a byte
-                scales = stored.get(f"{linear}.{self.suffixes[1]}")
-                if scales not in (None, (*dense[:-1], dense[-1] // block)):
-                    raise UserError(
-                        f"{self.compression.value} has a scale for every {block} weights of a row; {linear} has "
-                        f"{dense} weights and {scales} scales: quantize the 16-bit model"
-                    )
-            elif suffix not in self.suffixes:
-                shapes[name] = shape
-        return shapes
-
-    def frozen_weight(
-        self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]
-    ) -> FrozenWeight | None:
-        names = self.tensor_names(linear)
-        if names[0] not in tensors:
-            return None
-        held = tensors.read_all(names)
-        return self.weight([place(held[name]) for name in names])
-
-    def first_rows(
-        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
-    ) -> FrozenWeight | None:
-        return self.frozen_weight(linear, tensors.first_rows(rows), place)
+    def dense_shape(self, linear: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        *rows, half = stored[f"{linear}.{self.suffixes[0]}"]
+        scales, shape = stored.get(f"{linear}.{self.suffixes[1]}"), (*rows, 2 * half)  # two codes a byte
+        if scales not in (None, (*rows, 2 * half // self.block)):
+            raise UserError(
+                f"{self.compression.value} has a scale for every {self.block} weights of a row; {linear} has {shape} "
+                f"weights and {scales} scales: quantize the 16-bit model"
+            )
+        return shape
 
     @abstractmethod
     def stack(self, stored: Sequence[Tensor]) -> StackedWeight:
         """The frozen weights of a layer's experts, from their tensors [E, ...] in the order of `suffixes`."""
 
     def stacked_weight(
-        self,
-        experts: Sequence[Sequence[str]],
-        tensors: TensorFiles,
-        dtype: torch.dtype,
-        place: Callable[[Tensor], Tensor],
+        self, experts: Sequence[Sequence[str]], tensors: TensorFiles, dtype: torch.dtype, place: Place
     ) -> StackedWeight:
         stored = []
         held = tensors.read_all([stored for names in experts for name in names for stored in self.tensor_names(name)])
@@ -126,33 +83,6 @@ class PackedFormat(UnpackedStacks, ABC):
             matrices = [part[0].reshape(()) if part[0].numel() == 1 else _by_rows(part) for part in parts]
             stored.append(place(_stacked(matrices)))
         return self.stack(stored)
-
-    def expert_stack(
-        self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
-    ) -> StackedWeight:
-        raise UserError(
-            f"{self.compression.value} holds no experts in stacks; the base has {stack}: take the published weights, "
-            "or quantize those in 16 bits to mxfp4"
-        )
-
-    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        names, groups = list[str](), list[tuple[str, ...]]()
-        for name in tensors:
-            linear, _, suffix = name.rpartition(".")
-            if suffix == self.suffixes[0]:
-                names.append(f"{linear}.weight")
-                groups.append(self.tensor_names(linear))
-            elif suffix not in self.suffixes:
-                names.append(name)
-                groups.append((name,))
-        for name, group, stored in zip(names, groups, tensors.read_groups(groups), strict=True):
-            yield name, in_dtype(stored[0], dtype) if group == (name,) else self.dense(stored, dtype)
-
-    def vllm_linear_backend(self, asked: str) -> str | None:
-        return asked
-
-    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
-        return asked
 
 
 def _by_rows(parts: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ uint8 [E, N, K/32, 16] and `X_scales` uint8 [E, N, K/32], the same codes and sca
 quantization such a matrix is X [E, K, N].
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,30 +17,45 @@ from compressed_tensors.quantization import QuantizationStrategy
 from qerl_kernels import MXFP4Stack, MXFP4Tensor, MXFP4Weight, StackedWeight, quantize_mxfp4
 from torch import Tensor
 
+from qerl_pl.formats.base_format import BaseFormat, DenseFormat, Place, extra_setting
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
-from qerl_pl.formats.dense import DenseFormat, extra_setting
 from qerl_pl.models.folder import TensorFiles, in_dtype
 
 CONFIG = quantization_config(CompressionFormat.mxfp4_pack_quantized, QuantizationStrategy.GROUP, 32, torch.uint8)
 """`quantization_config` of an MXFP4 checkpoint."""
 
 
-class MXFP4Format(PackedFormat):
-    """4-bit weights with a power of two for every 32 weights."""
+class _Rounding(BaseFormat):
+    """Of matrices to MXFP4."""
 
     name = "mxfp4"
+    block = 32
+
+    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        packed, scale = quantize_mxfp4(rows)
+        return packed, scale
+
+    def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+        return MXFP4Weight(MXFP4Tensor(codes, scales)).dense(torch.float32)
+
+
+class MXFP4Format(_Rounding, PackedFormat):
+    """4-bit weights with a power of two for every 32 weights."""
+
     compression = CompressionFormat.mxfp4_pack_quantized
     config = CONFIG
     suffixes = tuple(f"weight_{field}" for field in MXFP4Tensor._fields)
+    remedy = "use nvfp4, or none"
+
+    @property
+    def of_stacks(self) -> BaseFormat:
+        return MXFP4StacksFormat()
 
     def weight(self, stored: Sequence[Tensor]) -> MXFP4Weight:
         return MXFP4Weight(MXFP4Tensor(*stored))
 
     def stack(self, stored: Sequence[Tensor]) -> MXFP4Stack:
         return MXFP4Stack(MXFP4Tensor(*stored))
-
-    def check(self, tensors: TensorFiles) -> None:
-        """Nothing to check: no scale is shared."""
 
 
 STACKS_CONFIG = {
@@ -54,14 +69,15 @@ STACKS_CONFIG = {
 _STORED = ("_blocks", "_scales")
 
 
-class MXFP4StacksFormat(DenseFormat):
+class MXFP4StacksFormat(_Rounding, DenseFormat):
     """4-bit experts in stacks, as gpt-oss is published; everything else in 16 bits."""
 
-    name = "mxfp4"
-    vllm_devices = ("cuda",)
+    config = STACKS_CONFIG
+    remedy = "use none"
+    stores_experts = True
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return quantization is not None and quantization.get("quant_method") == STACKS_CONFIG["quant_method"]
+        return quantization is not None and quantization.get("quant_method") == self.config["quant_method"]
 
     def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
         return extra_setting(quantization or {}, STACKS_CONFIG, ("modules_to_not_convert",))
@@ -79,15 +95,9 @@ class MXFP4StacksFormat(DenseFormat):
     def stack_names(self, stack: str) -> tuple[str, ...]:
         return tuple(f"{stack}{suffix}" for suffix in _STORED)
 
-    def expert_stack(
-        self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
-    ) -> StackedWeight:
+    def expert_stack(self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Place) -> StackedWeight:
         blocks, scales = (tensors.read(name) for name in self.stack_names(stack))
         return MXFP4Stack(MXFP4Tensor(place(blocks.flatten(-2)), place(scales)))
-
-    def vllm_moe_backend(self, asked: str, share: bool) -> str | None:
-        """Marlin where the trainer uses the engine's experts: vLLM would choose a layout that it cannot read."""
-        return asked if share and asked == "marlin" else None
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name in tensors:
@@ -97,42 +107,6 @@ class MXFP4StacksFormat(DenseFormat):
                 yield stack, weight.dense(0, weight.shape[0], dtype).transpose(1, 2).contiguous()
             elif not name.endswith(_STORED[1]):
                 yield name, in_dtype(tensors.read(name), dtype)
-
-
-class MXFP4Quantizer:
-    """Rounds matrices to MXFP4."""
-
-    label = "MXFP4"
-    block = 32
-    config = CONFIG
-    remedy = "use nvfp4, or none"
-    stores_experts = True
-
-    @property
-    def of_stacks(self) -> "MXFP4StacksQuantizer":
-        return MXFP4StacksQuantizer()
-
-    def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
-        return None
-
-    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        packed, scale = quantize_mxfp4(rows)
-        return packed, scale
-
-    def store(
-        self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        return {"_packed": codes, "_scale": scales}, scales
-
-    def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
-        return MXFP4Weight(MXFP4Tensor(codes, scales)).dense(torch.float32)
-
-
-class MXFP4StacksQuantizer(MXFP4Quantizer):
-    """Rounds experts in stacks to MXFP4, and writes them as gpt-oss is published."""
-
-    config = STACKS_CONFIG
-    remedy = "use none"
 
     def store(
         self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype

@@ -38,6 +38,7 @@ class NVFP4Format(PackedFormat):
     compression = CompressionFormat.nvfp4_pack_quantized
     config = CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
+    block = 16
 
     def weight(self, stored: Sequence[Tensor]) -> NVFP4Weight:
         return NVFP4Weight(NVFP4Tensor(*stored))
@@ -62,29 +63,12 @@ class NVFP4Format(PackedFormat):
                     "quantize the 16-bit weights with `qerl quantize`"
                 )
 
-
-class NVFP4Quantizer:
-    """Rounds matrices to NVFP4."""
-
-    label = "NVFP4"
-    block = 16
-    config = CONFIG
-    remedy = "set model.policy.quantization to none"
-    stores_experts = True
-    of_stacks = None
-
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return nvfp4_global_scale(*weights)
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         packed, scale, _ = quantize_nvfp4(rows, global_scale)
         return packed, scale
-
-    def store(
-        self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        assert global_scale is not None
-        return {"_packed": codes, "_scale": scales, "_global_scale": global_scale.clone()}, scales
 
     def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
         assert global_scale is not None

@@ -8,7 +8,7 @@ import torch
 from qerl_kernels import StackedWeight
 from torch import Tensor
 
-from qerl_pl.formats.base import BaseFormat
+from qerl_pl.formats.base_format import BaseFormat
 from qerl_pl.models.families import DOWN, GATE_UP, Experts
 from qerl_pl.models.folder import TensorFiles
 

@@ -6,6 +6,7 @@ gradients otherwise.
 
 import gc
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,19 +14,18 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
-from qerl_kernels import selective_checkpoint_contexts
+from qerl_kernels import addend_checkpoint_contexts, selective_checkpoint_contexts
 from torch import nn
 from transformers import PreTrainedModel
 
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.models.families import family_of
+from qerl_pl.models.families import Family, family_of
 from qerl_pl.models.memory import GIB, free_bytes, free_cpu_bytes
 from qerl_pl.models.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
 from qerl_pl.models.shape import Shape
 from qerl_pl.policy.activation_offload import ActivationOffload, pinned_bytes
 from qerl_pl.policy.lora import ADAPTER
 from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps
-from qerl_pl.policy.tiled_mlp import leaving_out_contexts
 from qerl_pl.runtime.communicator import Communicator, warn_of_this_rank
 from qerl_pl.runtime.random_state import random_state, set_random_state
 
@@ -278,12 +278,13 @@ class ActivationCheckpointing:
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self._has_dropout}
         family = family_of(self._base.config.model_type)
         is_added = not family.normed_outputs
+        assert not is_added or _ends_with_sum(self._base, family), "a norm after the MLP needs its result"
         if self.mode == "selective":
             # Products of tiled MLPs are not saved: the last one is then no addend of the result.
             added = is_added and self.settings.tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
         elif is_added:
-            settings["context_fn"] = leaving_out_contexts
+            settings["context_fn"] = addend_checkpoint_contexts
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # only reentrant checkpoints need it, and it costs products
 
@@ -291,6 +292,12 @@ class ActivationCheckpointing:
 def mode_name(mode: Checkpointing) -> str:
     """A mode as YAML spells it."""
     return str(mode).lower()
+
+
+def _ends_with_sum(base: nn.Module, family: Family) -> bool:
+    """Whether no norm follows a layer's MLP, so that no gradient depends on the values of the MLP's result."""
+    matches = (re.search(r"\.layers\.\d+\.(\w*norm)$", name) for name, _ in base.named_modules())
+    return {match[1] for match in matches if match} <= set(family.noisy_norms)
 
 
 def _saves_all_products(base: nn.Module) -> bool:

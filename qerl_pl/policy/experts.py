@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,20 +10,19 @@ from qerl_kernels import (
     ExpertBiases,
     StackedWeight,
     clamped_swiglu,
-    graph_only,
+    last_addend,
     mixture_of_experts,
 )
 from torch import Tensor, nn
 from torch.nn import functional
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import BaseFormat
+from qerl_pl.formats.base_format import BaseFormat
 from qerl_pl.formats.stored_experts import BIASES, StoredExperts
 from qerl_pl.models.families import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.policy.lora import parameter_name
 from qerl_pl.policy.packed_layers import ACTIVATIONS
-from qerl_pl.policy.tiled_mlp import results_needed
 
 
 class PackedExperts(nn.Module):
@@ -69,7 +67,7 @@ class PackedExperts(nn.Module):
         biases = ExpertBiases(*map(self.get_parameter, BIASES)) if self._has_biases else None
         weights = self._gate_up, self._down
         alternating = self._experts.stored_in_stacks
-        with nullcontext() if results_needed() else graph_only():
+        with last_addend():
             out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating)
         out = out.view_as(hidden_states)
         return (out, topk_weights) if self._experts.returns_topk_weights else out

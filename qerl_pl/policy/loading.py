@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import BaseFormat, format_of
+from qerl_pl.formats.base import format_of
+from qerl_pl.formats.base_format import BaseFormat
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.models.families import check_family
 from qerl_pl.models.folder import TensorFiles, load_config

@@ -4,14 +4,24 @@ The tokens of a batch are concatenated; attention is masked to each sequence. Th
 rounding.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qerl_kernels import gelu_tanh_product, graph_only, rms_norm, rotary, silu_product, varlen_attention
+from qerl_kernels import (
+    gelu_tanh_product,
+    last_addend,
+    leaves_out_last_addend,
+    rms_norm,
+    rotary,
+    silu_product,
+    varlen_attention,
+    without_last_addend,
+    without_saving_products,
+)
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
 
@@ -19,7 +29,6 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.models.families import Family, family_of_class
 from qerl_pl.policy.lora import shared_input_linears
-from qerl_pl.policy.tiled_mlp import results_needed, tiled
 from qerl_pl.runtime.random_state import strictly_deterministic_gradient
 
 ATTENTION = "qerl_packed"
@@ -202,9 +211,56 @@ class GatedMLP(nn.Module):
     def _at_once(self, x: Tensor) -> Tensor:
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        with nullcontext() if results_needed() else graph_only():
+        with last_addend():
             result: Tensor = self.down_proj(self._product(gate, up))
         return result
+
+
+def tiled(run: Callable[[Tensor], Tensor], x: Tensor, tokens: int, parameters: Sequence[Tensor]) -> Tensor:
+    """run(x), a function of each row by itself, computed in tiles of rows.
+
+    Args:
+        run: [..., rows, hidden] to the same shape, with the same result whenever it is called.
+        x: [..., rows, hidden].
+        tokens: Most rows of a tile.
+        parameters: Tensors that require gradients and that `run` uses; they get their gradients.
+    """
+    return _Tiled.apply(x, run, -(-x.shape[-2] // tokens), *parameters)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], tiles: int, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *parameters)
+        ctx.run, ctx.tiles = run, tiles
+        if leaves_out_last_addend():
+            return x.new_full((), torch.nan).expand(x.shape)
+        y = torch.empty_like(x)
+        with without_saving_products():
+            for out, tile in zip(y.tensor_split(tiles, -2), x.tensor_split(tiles, -2), strict=True):
+                out.copy_(run(tile))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        trained = [parameter for parameter, needed in zip(parameters, ctx.needs_input_grad[3:], strict=True) if needed]
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor] = []
+        for index, (tile, dy) in enumerate(
+            zip(x.tensor_split(ctx.tiles, -2), grad.tensor_split(ctx.tiles, -2), strict=True)
+        ):
+            with torch.enable_grad(), without_last_addend():
+                piece = tile.detach().requires_grad_(dx is not None)
+                y = ctx.run(piece)
+            inputs = trained if dx is None else [piece, *trained]
+            found = list(torch.autograd.grad(y, inputs, dy))
+            if dx is not None:
+                dx.tensor_split(ctx.tiles, -2)[index].copy_(found.pop(0))
+            sums = [total.add_(one) for total, one in zip(sums, found, strict=True)] if sums else found
+        totals = iter(sums)
+        return dx, None, None, *(next(totals) if needed else None for needed in ctx.needs_input_grad[3:])
 
 
 def use_gated_mlps(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import BaseFormat
+from qerl_pl.formats.base_format import BaseFormat
 from qerl_pl.formats.stored_experts import StoredExperts
 from qerl_pl.models.families import GATE_UP, Experts
 from qerl_pl.models.folder import TensorFiles

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError, path_text
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.models.families import check_family, logit_cap

@@ -17,7 +17,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from qerl_kernels import select_backend
@@ -32,7 +32,7 @@ from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.evaluation.metrics import bootstrap_interval
-from qerl_pl.formats.base import Quantization
+from qerl_pl.formats.base import QUANTIZATIONS
 from qerl_pl.models.families import linear_shapes
 from qerl_pl.models.folder import load_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
@@ -232,7 +232,7 @@ def main() -> None:
     measure = commands.add_parser("measure")
     measure.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     measure.add_argument("--data", type=Path, required=True, help="folder with test.jsonl of GSM8K")
-    measure.add_argument("--format", choices=get_args(Quantization), default="none")
+    measure.add_argument("--format", choices=QUANTIZATIONS, default="none")
     measure.add_argument("--adapter", type=Path)
     measure.add_argument("--style", choices=SYSTEM_PROMPTS, default="boxed")
     measure.add_argument("--questions", type=int, default=1319)
