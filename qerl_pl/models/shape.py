@@ -72,7 +72,7 @@ class Shape:
             keys=(getattr(config, "num_key_value_heads", None) or heads) * size,
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
-            head_norms=config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+            head_norms=family.head_norms,
             experts=0 if family.experts is None else getattr(config, family.experts.count),
             chosen=chosen,
             dense_attention=family.experts is not None and family.experts.stored_in_stacks,
