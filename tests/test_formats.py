@@ -281,7 +281,7 @@ def test_the_format_of_the_page_holds_a_policy(own: str, tiny_policy_dir: Path) 
     assert torch.equal(up(torch.eye(up.in_features)).T, dense[f"{UP}.weight"])
     tokens = torch.arange(12).view(2, 6)
     mask = torch.ones_like(tokens).bool().index_fill(1, torch.tensor([0]), False)
-    logprobs, _ = policy.token_logprobs(tokens, torch.tensor([6, 6]), mask, 1.0)
+    logprobs, *_ = policy.token_values(tokens, torch.tensor([6, 6]), mask, 1.0)
     logprobs.sum().backward()
     assert any(factor.grad is not None and factor.grad.norm() > 0 for _, factor in policy.trained.factors().values())
     assert not runs(format_of(folder), torch.device("cuda"))  # vLLM gets dense weights

@@ -342,7 +342,7 @@ def test_modes_give_the_same_bits_on_a_gpu(
             policy = Policy(folder, config, torch.device("cuda"), seed=1).train()
             with policy.perturbed(3), deterministic():
                 torch.manual_seed(5)
-                policy.token_logprobs(*inputs, 1.0)[0].sum().backward()
+                policy.token_values(*inputs, 1.0)[0].sum().backward()
             gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
     finally:
         select_backend("torch")

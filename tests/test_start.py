@@ -61,7 +61,7 @@ def logprobs(policy: Policy, tokens: Tensor, reference: bool = False) -> Tensor:
     mask[:, 0] = False
     lengths = torch.full((len(tokens),), tokens.shape[1])
     with torch.no_grad():
-        return policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference)[0][:, 1:]
+        return policy.token_values(tokens, lengths, mask, 1.0, reference=reference)[0][:, 1:]
 
 
 TOKENS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(3))

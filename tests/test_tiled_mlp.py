@@ -121,7 +121,7 @@ def gradients(
     tokens = torch.randint(5, 300, (3, 57), generator=torch.Generator().manual_seed(3))
     mask = (torch.arange(57) >= 9) & (torch.arange(57) < LENGTHS[:, None])
     with policy.perturbed(3):
-        logprobs, _ = policy.token_logprobs(tokens, LENGTHS, mask, 1.0)
+        logprobs, *_ = policy.token_values(tokens, LENGTHS, mask, 1.0)
         logprobs.sum().backward()
     return logprobs.detach(), [p.grad for p in policy.parameters() if p.grad is not None], policy
 
@@ -184,7 +184,7 @@ def test_no_tensor_of_all_tokens_is_as_wide_as_the_mlp(wide: Path, mode: Any) ->
         held = dataclasses.replace(config, gradient_checkpointing=mode, mlp_tile_tokens=tile)
         policy = Policy(wide, held, torch.device("cpu"), seed=1).train()
         with LiveBytes() as live:
-            policy.token_logprobs(tokens, torch.tensor([1024]), torch.arange(1024)[None] > 0, 1.0)[0].sum().backward()
+            policy.token_values(tokens, torch.tensor([1024]), torch.arange(1024)[None] > 0, 1.0)[0].sum().backward()
         assert any(size >= row for size in live.at_peak) is (tile is None)
         peaks.append(live.peak)
     assert peaks[0] - peaks[1] > 4 * row  # gate, up, the gradients of both and of their product

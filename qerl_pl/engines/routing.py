@@ -24,7 +24,7 @@ class RoutingRecorder:
         assert family.experts is not None
         config: Any = model.config
         self.layers = int(config.num_hidden_layers)
-        self.chosen = int(getattr(config, family.experts.chosen))
+        self.top_k = int(getattr(config, family.experts.top_k))
         router = re.compile(rf"\.layers\.(\d+)\.{family.experts.module}\.{family.experts.router}$")
         self._last: dict[int, Tensor] = {}
         for name, module in model.named_modules():
@@ -39,10 +39,10 @@ class RoutingRecorder:
 
     def take(self, rows: int, tokens: int) -> Tensor:
         """Expert ids, int16 [rows, tokens, layers, k]; UNRECORDED in layers without experts."""
-        shape = rows, tokens, self.layers, self.chosen
+        shape = rows, tokens, self.layers, self.top_k
         device = next(iter(self._last.values())).device
         routing = torch.full(shape, UNRECORDED, dtype=torch.int16, device=device)
-        for layer, chosen in self._last.items():
-            routing[:, :, layer] = chosen.view(rows, tokens, -1).to(torch.int16)
+        for layer, topk_ids in self._last.items():
+            routing[:, :, layer] = topk_ids.view(rows, tokens, -1).to(torch.int16)
         self._last.clear()
         return routing

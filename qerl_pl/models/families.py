@@ -36,10 +36,10 @@ class Experts:
     block: str = "SparseMoeBlock"
     """Transformers' class of it, after the family's `classes`."""
     stacked: str = "experts"
-    """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
+    """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 I, hidden] and `down_proj`."""
     stored_in_stacks: bool = False
     """Whether checkpoints store these stacks, transposed, with interleaved rows of gates and ups, and biases
-    `gate_up_proj_bias` [experts, 2 * inner] and `down_proj_bias`."""
+    `gate_up_proj_bias` [experts, 2 I] and `down_proj_bias`."""
     clamped: bool = False
     """Whether act(gate) * up is `qerl_kernels.clamped_swiglu`, with the submodule's `alpha` and `limit`."""
     router: str = "gate"
@@ -51,9 +51,9 @@ class Experts:
     """Whether the mixture also returns p."""
     count: str = "num_experts"
     """Key of config.json for the number of experts."""
-    chosen: str = "num_experts_per_tok"
+    top_k: str = "num_experts_per_tok"
     """Key for the number of experts of a token."""
-    inner: str = "moe_intermediate_size"
+    intermediate_size: str = "moe_intermediate_size"
     """Key for the width of an expert."""
 
 
@@ -123,8 +123,8 @@ class Family:
         """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
         if self.experts is None:
             return int(config.intermediate_size), 0
-        chosen = int(getattr(config, self.experts.chosen))
-        return chosen * int(getattr(config, self.experts.inner)), chosen
+        top_k = int(getattr(config, self.experts.top_k))
+        return top_k * int(getattr(config, self.experts.intermediate_size)), top_k
 
 
 _gemma = partial(
@@ -178,7 +178,7 @@ FAMILIES = (
             softmax_after_topk=True,
             returns_topk_weights=True,
             count="num_local_experts",
-            inner="intermediate_size",
+            intermediate_size="intermediate_size",
         ),
         attention_in_vllm="attn",
         embedding_in_vllm="embedding",

@@ -134,7 +134,7 @@ class SFTModule(PolicyModule):
         """Accumulate this rank's gradient; returns its sums of negative log-likelihood and entropy, in nats."""
         sums = []
         for tokens, lengths, mask in micro_batches:
-            logprobs, entropies = self.policy.token_logprobs(tokens, lengths, mask, temperature=1.0)
+            logprobs, entropies, _ = self.policy.token_values(tokens, lengths, mask, temperature=1.0)
             nll = -logprobs.sum()
             self.manual_backward(nll / trained_tokens)
             sums.append(torch.stack([nll.detach(), entropies.detach().sum()]))

@@ -134,24 +134,24 @@ class ActivationCheckpointing:
         if not self.chosen:
             self._pending_state_bytes = measure()
 
-    def choose_mode(self, tokens: int, ranks: Communicator, longest: int | None = None) -> None:
+    def choose_mode(self, tokens: int, ranks: Communicator, max_seqlen: int | None = None) -> None:
         """Choose, once, the first settings for which a micro-batch fits every rank. Collective.
 
         Args:
             tokens: Of the largest micro-batch.
             ranks: All training processes.
-            longest: Tokens of its longest sequence; None takes all of them for one sequence.
+            max_seqlen: Tokens of its longest sequence; None takes all of them for one sequence.
         """
         self._tokens, self._ranks = max(self._tokens, tokens), ranks.size
         if self.chosen:
             return
-        gathered = ranks.all_gather((tokens, longest or tokens, free_bytes(self._base.device), free_cpu_bytes()))
+        gathered = ranks.all_gather((tokens, max_seqlen or tokens, free_bytes(self._base.device), free_cpu_bytes()))
         tokens = self._tokens = max(count for count, *_ in gathered)
-        longest = max(length for _, length, *_ in gathered)
+        max_seqlen = max(length for _, length, *_ in gathered)
         free = min((size for *_, size, _ in gathered if size is not None), default=None)
         offloads = self._pinned_bytes() <= min(on_cpu for *_, on_cpu in gathered)
         candidates = self._allowed(self.candidates, offloads)
-        needs = {settings: self.needed_bytes(settings, tokens, longest) for settings in candidates}
+        needs = {settings: self.needed_bytes(settings, tokens, max_seqlen) for settings in candidates}
         self._choose(
             next((settings for settings in candidates if free is None or needs[settings] <= free), candidates[-1])
         )
@@ -170,16 +170,16 @@ class ActivationCheckpointing:
             if settings != self.settings:
                 self._choose(settings)
 
-    def needed_bytes(self, settings: MemorySettings, tokens: int, longest: int | None = None) -> int:
+    def needed_bytes(self, settings: MemorySettings, tokens: int, max_seqlen: int | None = None) -> int:
         """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
-        and optimizer states not yet held. `longest` is as for `choose_mode`."""
+        and optimizer states not yet held. `max_seqlen` is as for `choose_mode`."""
         modules, shape = list(self._base.modules()), Shape.of(self._base.config)
         norms = (module for module in modules if isinstance(module, Float32RMSNorm))
         trained = [parameter for parameter in self._base.parameters() if parameter.requires_grad]
         batch = MicroBatch(
             tokens,
             # Only scores that are in memory need much more for fewer sequences.
-            max(tokens // longest, 1) if longest and shape.soft_capped else 1,
+            max(tokens // max_seqlen, 1) if max_seqlen and shape.soft_capped else 1,
             dtype=self._dtype,
             checkpointing=settings.mode,
             mlp_tile_tokens=settings.tile_tokens,

@@ -43,9 +43,9 @@ class Packing:
     """bool [B, T]: real tokens of the padded batch; in row-major order the S packed ones."""
     positions: Tensor
     """Position of each token in its sequence, int64 [S]."""
-    boundaries: Tensor
+    cu_seqlens: Tensor
     """Cumulative sequence lengths, int32 [B + 1]."""
-    longest: int
+    max_seqlen: int
     """Tokens of the longest sequence."""
     routing: Tensor | None = None
     """Experts that the sampler chose in each layer, int64 [layers, S, k], -1 for none; None: the router selects."""
@@ -55,8 +55,8 @@ class Packing:
         """Packing of right-padded rows [B, width]; row i has `lengths[i]` real tokens."""
         index = torch.arange(width, device=lengths.device)
         mask = index < lengths[:, None]
-        boundaries = functional.pad(lengths.cumsum(0), (1, 0)).int()
-        return cls(mask, index.expand(mask.shape)[mask], boundaries, int(lengths.max()))
+        cu_seqlens = functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return cls(mask, index.expand(mask.shape)[mask], cu_seqlens, int(lengths.max()))
 
 
 def packed_attention(
@@ -108,7 +108,7 @@ def attention_of_rows(
         [S, heads, head size].
     """
     if soft_cap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        bounds = (packing.boundaries, packing.longest)
+        bounds = (packing.cu_seqlens, packing.max_seqlen)
         return strictly_deterministic_gradient(
             varlen_attention(query, key, value, *bounds, scaling, sliding_window, sinks)
         )
@@ -181,18 +181,18 @@ class GatedMLP(nn.Module):
 
     Args:
         mlp: Its linears are gate, up and down, or gate and up in one, and down.
-        product: Of `ACTIVATIONS`.
+        activation: Of `ACTIVATIONS`.
     """
 
     down_proj: nn.Module
 
-    def __init__(self, mlp: nn.Module, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, mlp: nn.Module, activation: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         linears = {name: child for name, child in mlp.named_children() if name.endswith("_proj")}
         for name, child in linears.items():
             self.add_module(name, child)
         self._shared_input = tuple(name for name in linears if name != "down_proj")
-        self._product = product
+        self._activation = activation
         self.tile_tokens: int | None = None
         """Most tokens computed at once; None for all of them."""
 
@@ -212,7 +212,7 @@ class GatedMLP(nn.Module):
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
         with last_addend():
-            result: Tensor = self.down_proj(self._product(gate, up))
+            result: Tensor = self.down_proj(self._activation(gate, up))
         return result
 
 

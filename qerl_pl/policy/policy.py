@@ -227,7 +227,7 @@ def predicting_states(
         tokens: Right-padded token ids, int64 [B, T].
         lengths: Real tokens of each row, int64 [B].
         mask: bool [B, T], with a token, and False at position 0; rows without a token are skipped.
-        routing: As for `Policy.token_logprobs`.
+        routing: As for `Policy.token_values`.
     """
     rows = mask.any(dim=1)
     packing = Packing.of(lengths[rows], tokens.shape[1])
@@ -317,19 +317,6 @@ class Policy(nn.Module):
         """Whether every weight trains; then there is no adapter to switch off."""
         return self.trained.full_finetuning
 
-    def token_logprobs(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        mask: Tensor,
-        temperature: float,
-        entropy_gradient: bool = False,
-        reference: bool = False,
-        routing: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies as `token_values`, which describes the arguments."""
-        return self.token_values(tokens, lengths, mask, temperature, entropy_gradient, reference, routing)[:2]
-
     def token_values(
         self,
         tokens: Tensor,
@@ -384,7 +371,7 @@ class Policy(nn.Module):
         """Log-probability of each masked token, and whether it is the most likely one.
 
         Args:
-            tokens: As for `token_logprobs`, like the others.
+            tokens: As for `token_values`, like the others.
             lengths: [B].
             mask: [B, T], with at least one token.
 

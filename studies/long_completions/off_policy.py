@@ -61,7 +61,7 @@ def trainer_logprobs(policy: Policy, experience: Experience, max_tokens: int) ->
     logprobs = torch.zeros_like(experience.sampler_logprobs)
     for rows in partition_micro_batches(experience.lengths.tolist(), max_tokens):
         batch = experience.tokens[rows], experience.lengths[rows], experience.mask[rows]
-        logprobs[rows] = policy.token_logprobs(*batch, experience.temperature)[0]
+        logprobs[rows] = policy.token_values(*batch, experience.temperature)[0]
     return logprobs
 
 

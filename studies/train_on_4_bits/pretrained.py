@@ -188,7 +188,7 @@ class Measurement:
         self.policy.eval()
         for indices in partition_micro_batches([len(row.token_ids) for row in rendered], 16384):
             tokens, lengths, mask = padded([rendered[index] for index in indices], self.device)
-            logprobs = self.policy.token_logprobs(tokens, lengths, mask, temperature=1.0)[0]
+            logprobs = self.policy.token_values(tokens, lengths, mask, temperature=1.0)[0]
             for index, total, count in zip(indices, logprobs.sum(1).tolist(), mask.sum(1).tolist(), strict=True):
                 losses[index] = -total / count
         return losses
