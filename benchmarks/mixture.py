@@ -46,7 +46,7 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
-from qerl_pl.formats.stored_experts import BIASES
+from qerl_pl.formats.base_format import BIASES
 from qerl_pl.models.memory import GIB
 from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig

@@ -15,11 +15,11 @@ from torch import Tensor
 from qerl_pl.cli.dry_run import shape_of
 from qerl_pl.cli.export import base_of
 from qerl_pl.cli.main import main
-from qerl_pl.engines.vllm.base_formats import runs
+from qerl_pl.engines.vllm.startup import runs
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, QUANTIZATIONS, QUANTIZED, format_of, format_of_config, named_format
 from qerl_pl.formats.dense_checkpoint import load_dense_state
-from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
+from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles, other_files, read_config
 from qerl_pl.modules import PolicyConfig

@@ -4,7 +4,7 @@ import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import rms_norm
-from qerl_kernels.norm import plain_rms_norm
+from qerl_kernels.pointwise import plain_rms_norm
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

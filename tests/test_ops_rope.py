@@ -6,7 +6,7 @@ import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import rotary, select_backend
-from qerl_kernels.rope import plain_rotary
+from qerl_kernels.pointwise import plain_rotary
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)

@@ -10,7 +10,7 @@ import torch
 
 import qerl_pl.engines.vllm
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.engines.vllm import base_formats, compat, engine
+from qerl_pl.engines.vllm import compat, engine, startup
 from qerl_pl.engines.vllm.compat import TABLE, PrivateName, check_names, missing_names
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS
@@ -120,24 +120,24 @@ def test_only_bases_in_nf4_need_bitsandbytes(base_format: BaseFormat, missing: d
     if base_format.name == "nf4" and missing is LACKS:
         message = "vLLM reads NF4 by bitsandbytes; vLLM 0.30.0 lacks vllm.some.Name: install vllm 0.25.1, quantize to"
         with pytest.raises(UserError, match=message):
-            base_formats.check_reads(base_format, missing)
+            startup.check_reads(base_format, missing)
     else:
-        base_formats.check_reads(base_format, missing)
+        startup.check_reads(base_format, missing)
 
 
 @pytest.mark.parametrize("base_format", FORMATS)
 def test_vllm_runs_each_format_as_it_can(base_format: BaseFormat) -> None:
     name, stacks = base_format.name, base_format.stack_names("x") != ("x",)
-    assert base_formats.runs(base_format, torch.device("cuda")) and base_formats.runs(DENSE, torch.device("cpu"))
-    assert base_formats.runs(base_format, torch.device("cpu")) == (name == "none")
+    assert startup.runs(base_format, torch.device("cuda")) and startup.runs(DENSE, torch.device("cpu"))
+    assert startup.runs(base_format, torch.device("cpu")) == (name == "none")
     linears = name in ("nvfp4", "mxfp4") and not stacks
     for asked in ("marlin", "auto"):
-        assert base_formats.linear_backend(base_format, asked) == (asked if linears else None)
+        assert startup.linear_backend(base_format, asked) == (asked if linears else None)
         for share in (True, False):
             experts = asked if linears or (stacks and share and asked == "marlin") else None
-            assert base_formats.moe_backend(base_format, asked, share) == experts
+            assert startup.moe_backend(base_format, asked, share) == experts
     options = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"} if name == "nf4" else {}
-    assert base_formats.load_options(base_format) == options
+    assert startup.load_options(base_format) == options
 
 
 @pytest.mark.vllm

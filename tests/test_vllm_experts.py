@@ -29,7 +29,6 @@ from transformers import GptOssConfig
 
 from qerl_pl.engines.vllm.fused_experts import kernel_names, shared_experts
 from qerl_pl.errors import UserError
-from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4StacksFormat
 from qerl_pl.models.families import family_of
 
 NAME = "model.layers.0.mlp.experts"
@@ -293,11 +292,3 @@ def test_vllm_puts_padded_experts_of_gpt_oss_into_the_layout_that_the_trainer_re
 def gates_first(rows: Tensor) -> Tensor:
     """Rows [E, 2 I, ...] of interleaved gates and ups as gates above ups."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
-
-
-def test_published_experts_run_by_marlin_where_they_are_shared() -> None:
-    published, packed = MXFP4StacksFormat(), MXFP4Format()
-    asked = [("marlin", True), ("marlin", False), ("auto", True)]
-    assert [published.vllm_moe_backend(*each) for each in asked] == ["marlin", None, None]
-    assert [packed.vllm_moe_backend(*each) for each in asked] == ["marlin", "marlin", "auto"]
-    assert {published.vllm_linear_backend(name) for name, _ in asked} == {None}  # its linears have 16 bits

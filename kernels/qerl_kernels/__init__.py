@@ -3,7 +3,6 @@
 `reference` holds plain PyTorch versions; `select_backend` selects PyTorch or Triton for all ops.
 """
 
-from qerl_kernels.activation import clamped_swiglu, clamped_swiglu_reference, gelu_tanh_product, silu_product
 from qerl_kernels.attention import varlen_attention
 from qerl_kernels.backend import (
     Backend,
@@ -22,12 +21,32 @@ from qerl_kernels.decode_gemm import (
 )
 from qerl_kernels.divergence import chunked_reverse_kl
 from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
-from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
+from qerl_kernels.frozen_weights import (
+    DenseStack,
+    DenseWeight,
+    FrozenWeight,
+    MarlinRows,
+    MarlinStack,
+    MXFP4Stack,
+    MXFP4Weight,
+    NVFP4Stack,
+    NVFP4Weight,
+    StackedWeight,
+    dequantize_marlin,
+    dequantize_mxfp4,
+    dequantize_nvfp4_unscaled,
+)
 from qerl_kernels.linear import AdaptedWeight, LoraFactors, frozen_linear, frozen_linears
 from qerl_kernels.logprob import chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
-from qerl_kernels.norm import rms_norm
-from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled
+from qerl_kernels.pointwise import (
+    clamped_swiglu,
+    clamped_swiglu_reference,
+    gelu_tanh_product,
+    rms_norm,
+    rotary,
+    silu_product,
+)
 from qerl_kernels.reference import (
     MXFP4Tensor,
     NVFP4Tensor,
@@ -36,7 +55,6 @@ from qerl_kernels.reference import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
-from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
 from qerl_kernels.selective_checkpointing import (
     addend_checkpoint_contexts,
@@ -46,7 +64,6 @@ from qerl_kernels.selective_checkpointing import (
     without_last_addend,
     without_saving_products,
 )
-from qerl_kernels.stacked_weights import DenseStack, MarlinStack, MXFP4Stack, NVFP4Stack, StackedWeight
 
 __all__ = [
     "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases", "FrozenWeight",

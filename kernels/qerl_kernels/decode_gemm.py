@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl_kernels import ops
 from qerl_kernels.backend import interpreting, runs_triton
+from qerl_kernels.frozen_weights import dequantize_marlin
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 
 DECODE_GEMM_MAX_TOKENS = 1024
@@ -65,7 +65,7 @@ def decode_gemm_linear_reference(
     x: Tensor, weight: MarlinTensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None
 ) -> Tensor:
     """`decode_gemm_linear` in plain PyTorch: dequantize, then three products. Synchronizes with the device."""
-    dense = ops.dequantize_marlin(weight.weight, weight.scale, x.dtype, mx=weight.global_scale is None)
+    dense = dequantize_marlin(weight.weight, weight.scale, x.dtype, mx=weight.global_scale is None)
     alpha = marlin_alpha(weight.global_scale)
     if bias is None:
         y = torch.addmm(x.new_empty(1), x, dense.t(), beta=0, alpha=alpha)

@@ -85,8 +85,8 @@ class _Pair:
         teacher_soft_cap: float | None,
         chunk: int,
     ) -> None:
-        self.policy = ChunkedLogits(hidden, lm_head, temperature, None, chunk, soft_cap)
-        self.teacher = ChunkedLogits(teacher_hidden, teacher_head, temperature, None, chunk, teacher_soft_cap)
+        self.policy = ChunkedLogits(hidden, lm_head, temperature, chunk, soft_cap)
+        self.teacher = ChunkedLogits(teacher_hidden, teacher_head, temperature, chunk, teacher_soft_cap)
 
     def divergence(self, rows: slice, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The divergence at these rows, and factor times its gradient to the policy's logits before their soft cap.

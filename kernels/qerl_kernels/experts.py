@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from qerl_kernels.backend import runs_triton
+from qerl_kernels.frozen_weights import StackedWeight
 from qerl_kernels.selective_checkpointing import computes_graph_only, save_products
-from qerl_kernels.stacked_weights import StackedWeight
 
 Activation = Callable[[Tensor, Tensor], Tensor]
 """act(gate) * up."""

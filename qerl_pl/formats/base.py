@@ -10,9 +10,8 @@ from typing import Any
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import DENSE, BaseFormat
-from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4StacksFormat
+from qerl_pl.formats.fp4 import MXFP4Format, MXFP4StacksFormat, NVFP4Format
 from qerl_pl.formats.nf4 import NF4Format
-from qerl_pl.formats.nvfp4 import NVFP4Format
 from qerl_pl.import_path import load_named
 from qerl_pl.models.folder import read_config
 

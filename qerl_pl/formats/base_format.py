@@ -1,10 +1,12 @@
 """`BaseFormat`: how the frozen linears of a base model are stored, recognised, read and quantized; and the dense one.
 
-All other code asks a format by its methods and names none.
+All other code asks a format by its methods and names none. `StoredExperts` are a layer's experts in any format.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from qerl_kernels import DenseStack, FrozenWeight, StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
+from qerl_pl.models.families import DOWN, GATE_UP, Experts
 from qerl_pl.models.folder import TensorFiles, in_dtype
 
 Place = Callable[[Tensor], Tensor]
@@ -266,3 +269,49 @@ def _is_empty(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_empty, value.values()))
     return value is None or value is False or value == []
+
+
+BIASES = (f"{GATE_UP}_bias", f"{DOWN}_bias")
+
+
+@dataclass(frozen=True)
+class StoredExperts:
+    """A layer's experts in a checkpoint."""
+
+    experts: Experts
+    base_format: BaseFormat
+    tensors: TensorFiles
+    stacked: str
+    """Name of transformers' submodule with all of them."""
+    count: int
+
+    def _linears(self, matrix: str) -> list[tuple[str, ...]]:
+        """Linears of each expert that make up its matrix, where experts are stored one by one."""
+        members = ("gate_proj", "up_proj") if matrix == GATE_UP else (DOWN,)
+        return [tuple(f"{self.stacked}.{expert}.{member}" for member in members) for expert in range(self.count)]
+
+    def names(self) -> set[str]:
+        """Of the tensors in the checkpoint."""
+        if self.experts.stored_in_stacks:
+            stacks = [self.base_format.stack_names(f"{self.stacked}.{matrix}") for matrix in (GATE_UP, DOWN)]
+            return {*itertools.chain(*stacks), *(f"{self.stacked}.{bias}" for bias in BIASES)}
+        linears = itertools.chain(*self._linears(GATE_UP), *self._linears(DOWN))
+        return {tensor for linear in linears for tensor in self.base_format.tensor_names(linear)}
+
+    def weight(self, matrix: str, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> StackedWeight:
+        """One of GATE_UP and DOWN of all experts.
+
+        Args:
+            matrix: Its name.
+            dtype: Of weights that are not quantized.
+            place: Puts a tensor where it stays.
+        """
+        if self.experts.stored_in_stacks:
+            return self.base_format.expert_stack(f"{self.stacked}.{matrix}", self.tensors, dtype, place)
+        return self.base_format.stacked_weight(self._linears(matrix), self.tensors, dtype, place)
+
+    def biases(self, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Of both matrices by the names in `BIASES`; empty where experts have none."""
+        if not self.experts.stored_in_stacks:
+            return {}
+        return {bias: place(self.tensors.read(f"{self.stacked}.{bias}").to(dtype)) for bias in BIASES}

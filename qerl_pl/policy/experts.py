@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base_format import BaseFormat
-from qerl_pl.formats.stored_experts import BIASES, StoredExperts
+from qerl_pl.formats.base_format import BIASES, BaseFormat, StoredExperts
 from qerl_pl.models.families import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.policy.lora import parameter_name

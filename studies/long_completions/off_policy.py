@@ -28,7 +28,7 @@ from qerl_pl.datamodules import TableDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine, VLLMEngine
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import Policy, PolicyConfig
-from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.rewards import as_rewards
 from qerl_pl.rollout import Collector, CollectorConfig
 from qerl_pl.types import Experience, SamplingConfig

@@ -24,15 +24,19 @@ from qerl_pl.engines.base import (
     regroup,
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
-from qerl_pl.engines.vllm.base_formats import check_reads, linear_backend, load_options, moe_backend, runs
 from qerl_pl.engines.vllm.requests import BatchSource, completion_of, request_params
 from qerl_pl.engines.vllm.startup import (
+    check_reads,
     graph_settings,
     import_vllm,
+    linear_backend,
+    load_options,
+    moe_backend,
     position_overrides,
     process_state_restored,
     register_architecture,
     release_memory,
+    runs,
     vllm_errors_as_user_errors,
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
