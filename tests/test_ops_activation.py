@@ -7,12 +7,11 @@ import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import (
-    activation,
     clamped_swiglu,
     clamped_swiglu_reference,
     gelu_tanh_product,
     silu_product,
-    triton_activation,
+    triton_pointwise,
 )
 from torch.nn import functional
 
@@ -52,7 +51,7 @@ def test_bits_repeat_at_any_address_and_size(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "width"), [(5, 700), (1, 1), (3, 1024), (2, triton_activation.LONGEST_ROW + 1)])
+@pytest.mark.parametrize(("rows", "width"), [(5, 700), (1, 1), (3, 1024), (2, triton_pointwise.LONGEST_ROW + 1)])
 def test_halves_of_rows_give_the_bits_of_their_copies_and_are_not_copied(rows, width, dtype, monkeypatch):
     torch.manual_seed(0)
     halves, direction = torch.randn(rows, 2 * width).to(dtype).to(DEVICE), torch.randn(rows, width).to(dtype).to(DEVICE)
@@ -63,12 +62,12 @@ def test_halves_of_rows_give_the_bits_of_their_copies_and_are_not_copied(rows, w
         launched.extend(tensors)
         kernel(ctas, warps, tensors, *numbers, **constants)
 
-    for name in ("_product", "_gradient"):
-        monkeypatch.setattr(triton_activation, name, partial(noted, getattr(triton_activation, name)))
+    for name in ("_silu_product", "_silu_product_gradient"):
+        monkeypatch.setattr(triton_pointwise, name, partial(noted, getattr(triton_pointwise, name)))
     found = everything(*(half.detach() for half in halves.chunk(2, dim=-1)), direction)
     assert all(one.is_contiguous() and torch.equal(one, other) for one, other in zip(found, copies, strict=True))
     inside = sum(tensor.untyped_storage().data_ptr() == halves.untyped_storage().data_ptr() for tensor in launched)
-    assert inside == (4 if width <= triton_activation.LONGEST_ROW else 0)  # gates and ups of both kernels
+    assert inside == (4 if width <= triton_pointwise.LONGEST_ROW else 0)  # gates and ups of both kernels
 
 
 def test_the_activation_is_rounded_before_it_is_multiplied():

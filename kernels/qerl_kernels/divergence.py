@@ -112,12 +112,12 @@ class _Pair:
         return kl, grad.to(logits.dtype)
 
     def _by_triton(self, logits: Tensor, teacher_logits: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        from qerl_kernels import triton_divergence
+        from qerl_kernels import triton_logprob
 
-        statistics = triton_divergence.statistics(logits, teacher_logits, self.policy.temperature)
+        statistics = triton_logprob.divergence(logits, teacher_logits, self.policy.temperature)
         if factor is None:
             return statistics[0], None
-        return statistics[0], triton_divergence.gradient_(
+        return statistics[0], triton_logprob.divergence_gradient_(
             logits, teacher_logits, *statistics, factor, self.policy.temperature
         )
 

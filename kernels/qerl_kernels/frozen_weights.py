@@ -1,7 +1,7 @@
 """Frozen weights, dense or 4-bit, of linears and of a layer's experts, in the layouts of checkpoints and of vLLM.
 
-They are dequantized on the selected backend, by operators that are opaque to torch.compile. Eager calls bypass PyTorch's
-dispatcher, which takes longer than the kernel's launch.
+They are dequantized on the selected backend, by operators that are opaque to torch.compile. Eager calls bypass
+PyTorch's dispatcher, which takes longer than the kernel's launch.
 """
 
 import functools

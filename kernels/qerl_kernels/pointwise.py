@@ -36,18 +36,18 @@ def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _FrozenRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from qerl_kernels import triton_norm
+        from qerl_kernels import triton_pointwise
 
-        y, inverse = triton_norm.scaled(x, weight, eps)
+        y, inverse = triton_pointwise.rms_norm(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from qerl_kernels import triton_norm
+        from qerl_kernels import triton_pointwise
 
-        return triton_norm.gradient(grad, *ctx.saved_tensors), None, None
+        return triton_pointwise.rms_norm_gradient(grad, *ctx.saved_tensors), None, None
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,18 +83,18 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from qerl_kernels import triton_rope
+        from qerl_kernels import triton_pointwise
 
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
-        return triton_rope.rotated(query, key, cos, sin)
+        return triton_pointwise.rotary(query, key, cos, sin)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
-        from qerl_kernels import triton_rope
+        from qerl_kernels import triton_pointwise
 
-        return *triton_rope.gradient(grad_query, grad_key, *ctx.saved_tensors), None, None
+        return *triton_pointwise.rotary_gradient(grad_query, grad_key, *ctx.saved_tensors), None, None
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -183,14 +183,14 @@ class _ClampedSwiGLU(Function):
 class _SiluProduct(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from qerl_kernels import triton_activation
+        from qerl_kernels import triton_pointwise
 
         ctx.save_for_backward(gate, up)
-        return triton_activation.silu_product(gate, up)
+        return triton_pointwise.silu_product(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        from qerl_kernels import triton_activation
+        from qerl_kernels import triton_pointwise
 
-        return triton_activation.gradient(grad.contiguous(), *ctx.saved_tensors)
+        return triton_pointwise.silu_product_gradient(grad.contiguous(), *ctx.saved_tensors)
