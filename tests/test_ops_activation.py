@@ -10,6 +10,7 @@ from qerl_kernels import (
     clamped_swiglu,
     clamped_swiglu_reference,
     gelu_tanh_product,
+    pointwise,
     silu_product,
     triton_pointwise,
 )
@@ -101,7 +102,7 @@ def test_the_clamped_swiglu_is_worked_out_by_hand():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_clamped_swiglu_errs_less_than_pytorchs_single_operations(dtype, monkeypatch):
-    monkeypatch.setattr(activation, "TILE_ELEMENTS", 2000)  # four tiles
+    monkeypatch.setattr(pointwise, "TILE_ELEMENTS", 2000)  # four tiles
     hidden = (8 * torch.randn(11, 1400, generator=torch.Generator().manual_seed(0))).to(dtype).to(DEVICE)
     direction = torch.randn(11, 700, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
 
