@@ -20,7 +20,7 @@ from qerl_pl.cli.export import take_adapter
 from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
 from qerl_pl.modules.optimizer import build_optimizer, build_schedule
-from qerl_pl.policy.saved_adapter import read_adapter
+from qerl_pl.policy.adapter import read_adapter
 from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]

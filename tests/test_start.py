@@ -21,7 +21,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule
-from qerl_pl.policy.saved_adapter import read_adapter
+from qerl_pl.policy.adapter import read_adapter
 
 CPU = torch.device("cpu")
 NORMS = ["input_layernorm", "post_attention_layernorm"]

@@ -16,9 +16,9 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import QUANTIZATIONS
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.quantize import in_format
+from qerl_pl.policy.adapter import is_adapter, read_adapter
 from qerl_pl.policy.lora import LoraConfig
 from qerl_pl.policy.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
-from qerl_pl.policy.saved_adapter import is_adapter, read_adapter
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
 from qerl_pl.runtime.files import atomic_directory, folder_identity, require_absent
 from qerl_pl.types import PolicyWeights

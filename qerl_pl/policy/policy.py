@@ -24,12 +24,11 @@ from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
 from qerl_pl.models.families import PROJECTIONS, check_family, find_family, logit_cap
 from qerl_pl.models.folder import load_tokenizer, longest_sequence, read_config
 from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
-from qerl_pl.policy.adapter import LoraAdapter, load_in_place
+from qerl_pl.policy.adapter import LoraAdapter, SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.loading import load_base
 from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.policy.packed_layers import Packing
-from qerl_pl.policy.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
 
