@@ -20,7 +20,7 @@ from qerl_pl.policy.adapter import is_adapter, read_adapter
 from qerl_pl.policy.lora import LoraConfig
 from qerl_pl.policy.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
-from qerl_pl.runtime.files import atomic_directory, folder_identity, require_absent
+from qerl_pl.runtime.files import atomic_directory, folder_fingerprint, require_absent
 from qerl_pl.types import PolicyWeights
 
 
@@ -116,7 +116,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
     base = config.base_folder()
-    check_fits(state, base=folder_identity(base), finetune=config.finetune, scaling=config.scaling)
+    check_fits(state, base=folder_fingerprint(base), finetune=config.finetune, scaling=config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
     steps, kind = state["policy_version"], state["kind"]

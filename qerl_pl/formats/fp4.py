@@ -123,7 +123,7 @@ def quantization_config(
 ) -> dict[str, Any]:
     """`quantization_config` of a checkpoint whose linears, except lm_head, have 4-bit float weights.
 
-    Every field is set and no default is written, so that config.json, which a base model's identity covers, is the
+    Every field is set and no default is written, so that config.json, which a base model's fingerprint covers, is the
     same with each release of compressed-tensors.
     """
     weights = QuantizationArgs(

@@ -45,7 +45,7 @@ from qerl_pl.models.folder import (
     other_files,
     read_config,
 )
-from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, folder_identity, require_absent
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, folder_fingerprint, require_absent
 
 log = logging.getLogger(__name__)
 
@@ -353,7 +353,7 @@ def in_format(source: Path, quantization: str) -> Path:
 
 def _fingerprint(source: Path, code: str) -> str:
     """Digest of the weights, of the files that a quantized copy includes, and of code."""
-    digest = hashlib.blake2b(folder_identity(source).encode() + code.encode(), digest_size=16)
+    digest = hashlib.blake2b(folder_fingerprint(source).encode() + code.encode(), digest_size=16)
     for path in other_files(source):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         digest.update(path.read_bytes())

@@ -51,7 +51,7 @@ from qerl_pl.runtime.checks import (
     require_planned_end,
 )
 from qerl_pl.runtime.communicator import writes_files
-from qerl_pl.runtime.files import atomic_directory, folder_identity
+from qerl_pl.runtime.files import atomic_directory, folder_fingerprint
 from qerl_pl.runtime.random_state import deterministic, random_state, set_random_state
 from qerl_pl.runtime.slurm import take_sigusr1
 from qerl_pl.runtime.strategy import communicator_of
@@ -203,7 +203,7 @@ class PolicyModule(LightningModule, ChecksFirst):
     @cached_property
     def base_identity(self) -> str:
         """Digest of the base model, saved in checkpoints."""
-        return folder_identity(self.base_folder)
+        return folder_fingerprint(self.base_folder)
 
     @property
     def start_identity(self) -> str | None:
