@@ -286,7 +286,7 @@ def plain_update(
         loss = torch.zeros((), dtype=torch.float64)
         for row, length in enumerate(experience.lengths.tolist()):
             ids = experience.tokens[row, :length].tolist()
-            logprobs, *_ = policy.token_values(ids[:5], ids[5:], experience.temperature)
+            logprobs, _ = policy.token_logprobs(ids[:5], ids[5:], experience.temperature)
             if step == 0:
                 old.append(logprobs.tolist())
             for t, logprob in enumerate(logprobs):
