@@ -19,7 +19,6 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_sizes,
     decode_gemm_supported,
 )
-from qerl_kernels.divergence import chunked_reverse_kl
 from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
 from qerl_kernels.frozen_weights import (
     DenseStack,
@@ -37,7 +36,7 @@ from qerl_kernels.frozen_weights import (
     dequantize_nvfp4_unscaled,
 )
 from qerl_kernels.linear import AdaptedWeight, LoraFactors, frozen_linear, frozen_linears
-from qerl_kernels.logprob import chunked_token_logprobs
+from qerl_kernels.logprob import chunked_reverse_kl, chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
 from qerl_kernels.pointwise import (
     clamped_swiglu,
