@@ -77,6 +77,23 @@ def test_shapes_are_those_of_the_dense_checkpoint(base_format, folders: dict[str
     assert shapes == {name: tuple(tensor.shape) for name, tensor in dense.items()}
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("nvfp4", 0.0025, 0.0144), ("mxfp4", 0.0025, 0.02), ("nf4", 0.007, 0.011)]
+)
+def test_the_report_holds_every_matrix_error(folders: dict[str, Path], name: str, least: float, most: float) -> None:
+    """Four bits lose about 0.009 of Gaussian weights' squares."""
+    report = json.loads((folders[name] / "quantization_report.json").read_text())
+    source, dense = load_file(folders["none"] / "model.safetensors"), load_dense_state(folders[name], torch.float32)
+    errors = report["relative_squared_error"]
+    assert errors.keys() == {name for name in source if "_proj.weight" in name} and len(errors) == 14
+    for matrix, error in errors.items():
+        exact = source[matrix].double()
+        expected = (dense[matrix].double() - exact).square().sum() / exact.square().sum()
+        assert error == pytest.approx(expected.item(), rel=1e-4)
+    assert report["mean_relative_squared_error"] == pytest.approx(sum(errors.values()) / 14)
+    assert report["format"] == name and least < errors[f"{UP}.weight"] < most
+
+
 def test_a_user_can_ask_for_every_format_that_there_is() -> None:
     assert {base_format.name for base_format in FORMATS} == {*QUANTIZED, "none"} == set(QUANTIZATIONS)
     for name in QUANTIZATIONS:

@@ -73,19 +73,6 @@ def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(
         assert name not in result
 
 
-def test_the_report_holds_every_matrix_error(tiny_policy_dir: Path, quantized: Path) -> None:
-    report = json.loads((quantized / "quantization_report.json").read_text())
-    source, dense = load_file(tiny_policy_dir / "model.safetensors"), load_dense_state(quantized, torch.float64)
-    errors = report["relative_squared_error"]
-    assert errors.keys() == {name for name in source if "_proj.weight" in name} and len(errors) == 14
-    for name, error in errors.items():
-        exact = source[name].double()
-        expected = (dense[name] - exact).square().sum() / exact.square().sum()
-        assert error == pytest.approx(expected.item(), rel=1e-4)
-    assert report["mean_relative_squared_error"] == pytest.approx(sum(errors.values()) / 14)
-    assert report["format"] == "nvfp4"
-
-
 def test_the_log_names_the_mean_and_the_worst_matrix(
     tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,13 +94,6 @@ def test_an_exported_dense_copy_has_no_report(quantized: Path, tmp_path: Path) -
     assert {path.name for path in quantized.iterdir()} - {path.name for path in copy.iterdir()} == {
         "quantization_report.json"
     }
-
-
-def test_dequantized_weights_are_close_to_the_source(tiny_policy_dir: Path, quantized: Path) -> None:
-    source, dense = load_file(tiny_policy_dir / "model.safetensors"), load_dense_state(quantized, torch.float32)
-    assert dense.keys() == source.keys()
-    error = (dense[UP] - source[UP]).norm() / source[UP].norm()
-    assert 0.05 < error < 0.12  # four bits on Gaussian weights lose about 9.5 % (squared: 9.0e-3)
 
 
 def test_transformers_loads_the_checkpoint_with_the_same_weights(quantized: Path) -> None:
