@@ -136,8 +136,9 @@ def test_a_format_that_nobody_knows_is_named(tiny_policy_dir: Path, tmp_path: Pa
     folder = shutil.copytree(tiny_policy_dir, tmp_path / "awq")
     config = read_config(folder) | {"quantization_config": {"quant_method": "awq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"nvfp4, .*, and 16-bit activations; .* has awq: quantize the 16-bit"):
-        format_of(folder)
+    for start in (lambda: format_of(folder), lambda: quantize_checkpoint(folder, tmp_path / "out")):
+        with pytest.raises(UserError, match=r"nvfp4, .*, and 16-bit activations; .* has awq: quantize the 16-bit"):
+            start()
 
 
 def test_a_copy_of_a_model_has_no_weights_of_other_libraries(tiny_policy_dir: Path, tmp_path: Path) -> None:

@@ -225,22 +225,9 @@ def test_help_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         assert len(explanation.split("(type:")[0].split()) > 6
 
 
-def test_refuses_what_it_would_overwrite_or_quantize_twice(
-    tiny_policy_dir: Path, quantized: Path, tmp_path: Path
-) -> None:
+def test_refuses_what_it_would_overwrite(tiny_policy_dir: Path, quantized: Path) -> None:
     with pytest.raises(UserError, match="must not exist"):
         quantize_checkpoint(tiny_policy_dir, quantized)
-    with pytest.raises(UserError, match="NVFP4 already"):
-        quantize_checkpoint(quantized, tmp_path / "again")
-
-
-def test_refuses_another_quantized_format(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    source = tmp_path / "gptq"
-    shutil.copytree(tiny_policy_dir, source)
-    config = read_config(source) | {"quantization_config": {"quant_method": "gptq"}}
-    (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="gptq"):
-        quantize_checkpoint(source, tmp_path / "out")
 
 
 def test_large_checkpoints_are_sharded_with_an_index(
