@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,34 +212,37 @@ def test_refuses_a_target_that_matches_nothing(base: Path) -> None:
         make(base, lora=LoraConfig(targets=("q_proj", "query")))
 
 
-def test_refuses_unequal_global_scales_of_fused_projections(base: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(base, broken)
-    tensors = load_file(broken / "model.safetensors")
+def unequal_scales(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="share one global scale; got .*k_proj"):
-        make(broken)
 
 
-def test_refuses_a_folder_that_lacks_a_tensor(base: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(base, broken)
-    tensors = load_file(broken / "model.safetensors")
+def no_last_norm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     del tensors["model.norm.weight"]
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lacks .*model.norm.weight"):
-        make(broken)
 
 
-def test_refuses_a_quantized_output_layer(base: Path, tmp_path: Path) -> None:
-    broken = shutil.copytree(base, tmp_path / "broken")
-    (broken / "config.json").write_text(json.dumps(read_config(base) | {"tie_word_embeddings": False}))
-    tensors = load_file(broken / "model.safetensors")
+def quantized_head(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     head = quantize_nvfp4(tensors["model.embed_tokens.weight"])
     tensors |= {f"lm_head.weight_{key}": tensor for key, tensor in head._asdict().items()}
+    config["tie_word_embeddings"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (unequal_scales, "share one global scale; got .*k_proj"),
+        (no_last_norm, "lacks .*model.norm.weight"),
+        (quantized_head, "lm_head must be in 16 bits; .*broken has it in NVFP4: .*ignore"),
+    ],
+)
+def test_refuses_a_folder_that_engine_and_trainer_would_read_differently(
+    base: Path, tmp_path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None], message: str
+) -> None:
+    broken = shutil.copytree(base, tmp_path / "broken")
+    tensors, config = load_file(broken / "model.safetensors"), read_config(base)
+    change(tensors, config)
+    (broken / "config.json").write_text(json.dumps(config))
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"lm_head must be in 16 bits; {broken} has it in NVFP4: .*ignore"):
+    with pytest.raises(UserError, match=message):
         make(broken)
 
 
