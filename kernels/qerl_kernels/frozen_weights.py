@@ -1,7 +1,6 @@
 """Frozen weights, dense or 4-bit, of linears and of a layer's experts, in the layouts of checkpoints and of vLLM.
 
-They are dequantized on the selected backend, by operators that are opaque to torch.compile. Eager calls bypass
-PyTorch's dispatcher, which takes longer than the kernel's launch.
+They are dequantized on the selected backend, past PyTorch's dispatcher, which takes longer than the kernel's launch.
 """
 
 import functools
@@ -17,33 +16,6 @@ from qerl_kernels.backend import runs_triton
 from qerl_kernels.marlin import TILE, MarlinTensor, check_rows, marlin_alpha
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
 
-_library = torch.library.Library("qerl", "DEF")
-_library.define("dequantize_rows(Tensor packed, Tensor scale, bool mx, ScalarType dtype) -> Tensor")
-_library.define(
-    "dequantize_marlin(Tensor weight, Tensor scale, int start, int stop, bool mx, ScalarType dtype) -> Tensor"
-)
-
-
-def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`reference.dequantize_nvfp4_unscaled` on the selected backend."""
-    op = torch.ops.qerl.dequantize_rows if torch.compiler.is_compiling() else _dequantize_rows
-    return op(packed, scale, False, dtype)
-
-
-def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`reference.dequantize_mxfp4` on the selected backend."""
-    op = torch.ops.qerl.dequantize_rows if torch.compiler.is_compiling() else _dequantize_rows
-    return op(packed, scale, True, dtype)
-
-
-def dequantize_marlin(
-    weight: Tensor, scale: Tensor, dtype: torch.dtype, start: int = 0, stop: int | None = None, *, mx: bool = False
-) -> Tensor:
-    """`marlin.dequantize_marlin` on the selected backend."""
-    start, stop = marlin.check_rows(weight, start, stop)
-    op = torch.ops.qerl.dequantize_marlin if torch.compiler.is_compiling() else _dequantize_marlin
-    return op(weight, scale, start, stop, mx, dtype)
-
 
 @functools.cache
 def _triton() -> ModuleType:
@@ -53,33 +25,27 @@ def _triton() -> ModuleType:
     return triton_dequantize
 
 
-def _dequantize_rows(packed: Tensor, scale: Tensor, mx: bool, dtype: torch.dtype) -> Tensor:
+def dequantize_nvfp4_unscaled(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`reference.dequantize_nvfp4_unscaled` on the selected backend."""
     if runs_triton(packed):
-        return _triton().from_rows(packed, scale, dtype, mx=mx)
-    plain = reference.dequantize_mxfp4 if mx else reference.dequantize_nvfp4_unscaled
-    return plain(packed, scale, dtype)
+        return _triton().from_rows(packed, scale, dtype, mx=False)
+    return reference.dequantize_nvfp4_unscaled(packed, scale, dtype)
 
 
-def _dequantize_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
+def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`reference.dequantize_mxfp4` on the selected backend."""
+    if runs_triton(packed):
+        return _triton().from_rows(packed, scale, dtype, mx=True)
+    return reference.dequantize_mxfp4(packed, scale, dtype)
+
+
+def dequantize_marlin(
+    weight: Tensor, scale: Tensor, dtype: torch.dtype, start: int = 0, stop: int | None = None, *, mx: bool = False
+) -> Tensor:
+    """`marlin.dequantize_marlin` on the selected backend."""
     if not runs_triton(weight):
         return marlin.dequantize_marlin(weight, scale, dtype, start, stop, mx=mx)
-    return _triton().from_marlin(weight, scale, start, stop, dtype, mx=mx)
-
-
-def _fake_rows(packed: Tensor, scale: Tensor, mx: bool, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((packed.shape[0], 2 * packed.shape[1]), dtype=dtype)
-
-
-def _fake_marlin(weight: Tensor, scale: Tensor, start: int, stop: int, mx: bool, dtype: torch.dtype) -> Tensor:
-    return weight.new_empty((stop - start, 16 * weight.shape[0]), dtype=dtype)
-
-
-for _name, _op, _fake in (
-    ("dequantize_rows", _dequantize_rows, _fake_rows),
-    ("dequantize_marlin", _dequantize_marlin, _fake_marlin),
-):
-    _library.impl(_name, _op, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"qerl::{_name}", _fake, lib=_library)
+    return _triton().from_marlin(weight, scale, *check_rows(weight, start, stop), dtype, mx=mx)
 
 
 class FrozenWeight(Protocol):

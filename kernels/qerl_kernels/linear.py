@@ -90,16 +90,8 @@ def _no_bias(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _gemm(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
     if bias is None:
-        empty = x.new_empty(1) if torch.compiler.is_compiling() else _no_bias(x.dtype, x.device)
-        return torch.addmm(empty, x, weight, beta=0, alpha=alpha)
+        return torch.addmm(_no_bias(x.dtype, x.device), x, weight, beta=0, alpha=alpha)
     return torch.addmm(bias.to(x.dtype), x, weight, alpha=alpha)
-
-
-def _add_gemm(y: Tensor, x: Tensor, weight: Tensor, alpha: float) -> Tensor:
-    """y + alpha * x weight, into y's memory."""
-    if torch.compiler.is_compiling():  # PyTorch 2.11 loses the input's gradient there if y changes in place
-        return torch.addmm(y, x, weight, alpha=alpha)
-    return y.addmm_(x, weight, alpha=alpha)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -146,7 +138,7 @@ class _FrozenLoraLinears(torch.autograd.Function):
             results = []
             for (dense, alpha, bias, scaling), b, own in zip(frozen, low_b, _split(hidden, ranks, 1), strict=True):
                 y = _gemm(flat, dense(x.dtype).t(), alpha, bias)
-                results.append(_add_gemm(y, own, b.t(), scaling))
+                results.append(y.addmm_(own, b.t(), alpha=scaling))
             return *results, hidden, low_a, *low_b
 
         saved = save_products(products)
@@ -169,7 +161,7 @@ class _FrozenLoraLinears(torch.autograd.Function):
             dx = torch.mm(inner, a)
             # Last to first, as autograd visits them: of q, k and v the largest is then added, and rounded, last.
             for g, (dense, alpha, _, _) in zip(flat[::-1], frozen[::-1], strict=True):
-                dx = _add_gemm(dx, g, dense(x.dtype), alpha)
+                dx.addmm_(g, dense(x.dtype), alpha=alpha)
             dx = _shaped(dx, grads[0])
         if any(needed[:count_a]):
             gradients[:count_a] = _split(torch.mm(inner.t(), x).to(ctx.dtypes[0]), ctx.rows, 0)
