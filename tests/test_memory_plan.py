@@ -284,7 +284,7 @@ def test_a_cache_is_refused_that_does_not_hold_a_windows_tokens_either(
 ) -> None:
     """vLLM needs more, by the tokens of its forward passes, and says so itself."""
     shape, layers = Shape.of(config), config.num_hidden_layers
-    token = 2 * 2 * shape.keys
+    token = 2 * 2 * shape.kv_dim
     for tokens in (40, 1000):
         held = full * tokens + (layers - full) * min(window, tokens)
         assert shape.sequence_kv_bytes(tokens, torch.bfloat16) == held * token
