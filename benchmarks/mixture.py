@@ -194,7 +194,7 @@ def grouped_against_loop(policy: Policy, device: torch.device) -> dict[str, floa
     block = next(module for module in policy.modules() if isinstance(module, PackedExperts))
     stacks = (block._gate_up, block._down)
     biases = ExpertBiases(*map(block.get_parameter, BIASES)) if block._has_biases else None
-    settings = (*stacks, block._product, biases, block._experts.stored_in_stacks)
+    settings = (*stacks, block._activation, biases, block._experts.stored_in_stacks)
     dtype = torch.bfloat16
     x = torch.randn(4096, stacks[0].shape[2], generator=torch.Generator().manual_seed(0)).to(device, dtype)
     topk_weights, topk_ids = block.route(x)
