@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pages
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.cli.dry_run import shape_of
-from qerl_pl.cli.export import base_of
+from qerl_pl.cli.export import base_of, take_adapter
 from qerl_pl.cli.main import main
 from qerl_pl.engines.vllm.startup import runs
 from qerl_pl.errors import UserError
@@ -339,5 +340,12 @@ def test_what_is_no_format_is_told_in_one_line(own: str, name: str, message: str
 
 def test_an_adapter_chooses_no_code(own: str, tmp_path: Path) -> None:
     (tmp_path / "qerl_base.json").write_text(json.dumps({"path": "model", "toy": None, "quantization": own}))
-    with pytest.raises(UserError, match="or in the format that you name; .*if you trust its code, set"):
-        base_of(tmp_path)
+    plain = {"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8, "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(4, 2)}, tmp_path / "adapter_model.safetensors")
+    policies = [SimpleNamespace(path=str(tmp_path), quantization=q, lora=SimpleNamespace()) for q in ("nvfp4", own)]
+    for start in (lambda: base_of(tmp_path), lambda: take_adapter(policies[0], "test", None)):
+        with pytest.raises(UserError, match="or in the format that you name; .*if you trust its code, set"):
+            start()
+    take_adapter(policies[1], "test", None)  # the user names it
+    assert policies[1].quantization == own
