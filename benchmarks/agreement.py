@@ -57,7 +57,7 @@ def logprobs_of(
     """Log-probabilities of all sampled tokens: the trainer's and the engine's."""
     device = next(policy.parameters()).device
     tokens, lengths, mask, sampled = (t.to(device) for t in pad_completions(prompts, completions, 0))
-    own = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=not adapter)[0]
+    own = policy.token_values(tokens, lengths, mask, 1.0, reference=not adapter)[0]
     return own[mask], sampled[mask]
 
 

@@ -67,7 +67,7 @@ def logprobs_of(
     for prompt, group in zip(prompts, completions, strict=True):
         tokens, lengths, mask, _ = (t.to(policy.device) for t in pad_completions([prompt], [group], 0))
         with random_model.noisy_norms(policy, noise):
-            own = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=not adapter)[0]
+            own = policy.token_values(tokens, lengths, mask, 1.0, reference=not adapter)[0]
         found.append(own[mask].float())
     return torch.cat(found)
 
@@ -159,7 +159,7 @@ def gradient_difference(policy: Policy, exact: Policy, prompts: Sequence[Prompt]
     tokens, lengths, mask, _ = (t.to(policy.device) for t in pad_completions(prompts, completions, 0))
     gradients = []
     for one in (policy, exact):
-        one.token_logprobs(tokens, lengths, mask, 1.0)[0][mask].sum().backward()
+        one.token_values(tokens, lengths, mask, 1.0)[0][mask].sum().backward()
         trained = (parameter for parameter in one.parameters() if parameter.requires_grad)
         gradients.append(torch.cat([p.grad.flatten().double() for p in trained if p.grad is not None]))
         one.zero_grad()

@@ -46,7 +46,7 @@ from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLME
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.engines.vllm.linear_methods import relative_difference
 from qerl_pl.errors import UserError
-from qerl_pl.formats.stored_experts import BIASES
+from qerl_pl.formats.base_format import BIASES
 from qerl_pl.models.memory import GIB
 from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
@@ -107,7 +107,7 @@ def logprobs_of(
     """Log-probabilities of a batch's sampled tokens, float32 [M], with the noise that sampled them."""
     tokens, lengths, mask, _ = batch
     with random_model.noisy_norms(policy, noise):
-        found = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=not adapter, routing=routing)[0]
+        found = policy.token_values(tokens, lengths, mask, 1.0, reference=not adapter, routing=routing)[0]
     return found[mask].float()
 
 
@@ -194,15 +194,15 @@ def grouped_against_loop(policy: Policy, device: torch.device) -> dict[str, floa
     block = next(module for module in policy.modules() if isinstance(module, PackedExperts))
     stacks = (block._gate_up, block._down)
     biases = ExpertBiases(*map(block.get_parameter, BIASES)) if block._has_biases else None
-    settings = (*stacks, block._product, biases, block._experts.stored_in_stacks)
+    settings = (*stacks, block._activation, biases, block._experts.stored_in_stacks)
     dtype = torch.bfloat16
     x = torch.randn(4096, stacks[0].shape[2], generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    share, chosen = block.route(x)
+    topk_weights, topk_ids = block.route(x)
     found, has_kernel = {}, kernels._has_kernel
     for name, choice in (("grouped", has_kernel), ("loop", lambda rows: False)):
         kernels._has_kernel = choice
-        y = mixture_of_experts(x, share, chosen, *settings)
-        seconds = [timed(device, lambda: mixture_of_experts(x, share, chosen, *settings)) for _ in range(3)]
+        y = mixture_of_experts(x, topk_weights, topk_ids, *settings)
+        seconds = [timed(device, lambda: mixture_of_experts(x, topk_weights, topk_ids, *settings)) for _ in range(3)]
         found[name] = (y, statistics.median(seconds))
     kernels._has_kernel = has_kernel
     (one, one_s), (other, other_s) = found["grouped"], found["loop"]

@@ -12,8 +12,7 @@ from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.algorithm import NormNoise
-from qerl_pl.formats.mxfp4 import STACKS_CONFIG, MXFP4StacksQuantizer
-from qerl_pl.formats.nvfp4 import CONFIG
+from qerl_pl.formats.fp4 import NVFP4_CONFIG, STACKS_CONFIG, MXFP4StacksFormat
 from qerl_pl.models.families import DOWN, GATE_UP, fused_group, stores_stacks, unquantized
 from qerl_pl.models.folder import ShardWriter
 from qerl_pl.policy.policy import Policy
@@ -160,8 +159,8 @@ def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvf
 
 
 def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool) -> None:
-    ignored, stacks = {"ignore": [*CONFIG["ignore"], *unquantized(config)]}, stores_stacks(config)
-    quantization = {"quantization_config": STACKS_CONFIG if stacks else CONFIG | ignored} if nvfp4 else {}
+    ignored, stacks = {"ignore": [*NVFP4_CONFIG["ignore"], *unquantized(config)]}, stores_stacks(config)
+    quantization = {"quantization_config": STACKS_CONFIG if stacks else NVFP4_CONFIG | ignored} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))
     build_tokenizer().save_pretrained(folder)
     sizes = published_sizes(config)
@@ -199,7 +198,7 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
 
 def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """What stores a stack of experts [E, K, N] as gpt-oss is published, by the suffix of its name."""
-    quantizer = MXFP4StacksQuantizer()
+    quantizer = MXFP4StacksFormat()
     codes, scales = zip(*(quantizer.encode(matrix.t().contiguous(), None) for matrix in stack), strict=True)
     return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]
 

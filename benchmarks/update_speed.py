@@ -4,7 +4,7 @@
     python benchmarks/update_speed.py --parts nvfp4 selective no_checkpointing --tokens 6144 --out results
     python benchmarks/update_speed.py --shape tiny --device cpu --tokens 256 --out results  # does the script run?
 
-One update is a forward and a backward pass of `Policy.token_logprobs` over packed sequences of 1024 random tokens
+One update is a forward and a backward pass of `Policy.token_values` over packed sequences of 1024 random tokens
 (activation checkpointing of each layer, LoRA on all linears) and an AdamW step; "selective" saves the linears' products
 and attention's result, "no_checkpointing" everything: loss and norm of the gradient must then be NVFP4's to the last
 bit. "eager" is how public code trains on NVFP4: every forward dequantizes in plain PyTorch, and autograd keeps the
@@ -100,7 +100,7 @@ def measure(
     def update() -> Tensor:
         optimizer.zero_grad()
         with deterministic() if repeatable else nullcontext():
-            logprobs, _ = policy.token_logprobs(ids, lengths, mask, 1.0)
+            logprobs, *_ = policy.token_values(ids, lengths, mask, 1.0)
             loss: Tensor = -logprobs.sum() / mask.sum()
             loss.backward()
             optimizer.step()

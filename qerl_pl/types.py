@@ -41,7 +41,7 @@ class Prompt:
     columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """The row's other columns, for the rewards."""
 
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """Text of the whole row, equal in every process; objects such as images are in it by a digest of their pickle.
 
         Raises:
@@ -136,7 +136,7 @@ class EvalSampling:
 def _check_sampling(owner: str, parameters: Mapping[str, Any]) -> None:
     for name, rule, holds in (
         ("max_tokens", "at least 1", lambda tokens: tokens >= 1),
-        ("temperature", "0 or a number of at least 0.01", lambda heat: heat == 0 or 0.01 <= heat < math.inf),
+        ("temperature", "0 or a number of at least 0.01", lambda value: value == 0 or 0.01 <= value < math.inf),
         ("top_p", "above 0 and at most 1", lambda share: 0 < share <= 1),
         ("top_k", "at least 0", lambda count: count >= 0),
         ("min_p", "at least 0 and below 1", lambda share: 0 <= share < 1),

@@ -3,7 +3,7 @@
 Buffers start poisoned (deterministic mode fills them with NaN), so an element that no program writes is seen.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -27,3 +27,10 @@ def in_pytorch() -> Iterator[None]:
     select_backend("triton" if torch.cuda.is_available() else "torch")
     yield
     select_backend("triton")
+
+
+def ruled_out(hidden: torch.Tensor, head: torch.Tensor, tokens: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and an output layer with another column, by which the logits of these tokens are minus infinity."""
+    index = torch.tensor([*tokens], device=head.device)
+    column = head.new_zeros(len(head), 1).index_fill(0, index, -torch.inf)
+    return torch.cat((hidden, hidden.new_ones(len(hidden), 1)), 1), torch.cat((head, column), 1)

@@ -102,13 +102,13 @@ class Watched:
     def weights(self, version: int, noise: NormNoise | None = None, *, reference: bool = False) -> Any:
         return SimpleNamespace(version=version, adapter=None if reference else {}, noise=noise)
 
-    def token_logprobs(
+    def token_values(
         self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, None]:
         assert self.evaluates and not torch.is_grad_enabled() and temperature == 1.0
         assert lengths.tolist() == [int(row.nonzero().max()) + 1 for row in mask]
         values = [[own(self.adapter and not reference, int(token)) for token in row] for row in tokens]
-        return torch.tensor(values), torch.zeros(mask.shape)
+        return torch.tensor(values), torch.zeros(mask.shape), None
 
     @contextmanager
     def perturbed(self, seed: int, strength: float = 1.0) -> Iterator[None]:

@@ -288,26 +288,6 @@ def test_a_schedule_covers_the_weight_and_its_splits_fit(sms, tile):
             assert plan.shrink_splits * math.ceil(a_steps / plan.shrink_splits) >= a_steps
 
 
-def test_compiles_once_for_any_number_of_tokens():
-    weight, bias, a, b = linear(128, 128, rank=8, with_bias=True)
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    @torch.compile(backend=backend, dynamic=True, fullgraph=True)
-    def layer(x):
-        return decode_gemm_linear(x * 2, weight, bias, a=a, b=b) + 1
-
-    for tokens in (3, 9, 33):
-        x = tokens_of(tokens, 128)
-        assert torch.equal(layer(x), decode_gemm_linear(x * 2, weight, bias, a=a, b=b) + 1)
-    assert len(graphs) == 1
-    arguments = (tokens_of(3, 128), *weight, bias, a, b, [0])
-    torch.library.opcheck(torch.ops.qerl.decode_gemm_linear.default, arguments, test_utils="test_faketensor")
-
-
 def test_no_tokens_give_none():
     assert decode_gemm_linear(tokens_of(0, 64), *linear(64, 64)[:2]).shape == (0, 64)
 

@@ -60,7 +60,7 @@ class Compared(Callback):
         found = batch.experience
         pl_module.policy.eval()
         with torch.no_grad():
-            own, _ = pl_module.policy.token_logprobs(found.tokens, found.lengths, found.mask, found.temperature)
+            own, *_ = pl_module.policy.token_values(found.tokens, found.lengths, found.mask, found.temperature)
         self.differences.append((own - found.sampler_logprobs)[found.mask].abs().max().item())
         assert torch.equal(found.sampler_logprobs[~found.mask], torch.zeros(int((~found.mask).sum())))
         for row in found.mask:

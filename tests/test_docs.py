@@ -51,7 +51,8 @@ LINES = [(path, line) for path in GUIDE for line in pages.commands(path)]
 def pages_modules(process_state: None) -> Iterator[None]:
     """The pages' own modules are imported anew by each test."""
     yield
-    for module in ("my_data", "my_rewards", "qerl_reward_my_grader", "qerl_reward_trl_rewards"):
+    own = ("my_corrections", "my_data", "my_formats", "my_rewards")
+    for module in (*own, "qerl_reward_my_grader", "qerl_reward_trl_rewards"):
         sys.modules.pop(module, None)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -293,22 +294,14 @@ def test_noise_changes_the_sampler_never_adds_up_and_leaves_no_trace(
 def test_noise_is_the_drawn_numbers_on_the_named_norms_only(engine: RolloutEngine, reference: PeftModel) -> None:
     noise = NormNoise(sigma=0.05, seed=3, version=1)
     engine.sync(replace(weights_of(reference), noise=noise))
-    norms = {name: module for name, module in reference.named_modules() if name.endswith("layernorm")}
+    norms = {name: m.weight.detach() for name, m in reference.named_modules() if name.endswith("layernorm")}
     assert len(norms) == 4
-    kept = {name: module.weight.detach().clone() for name, module in norms.items()}
-    with torch.no_grad():
-        for name, module in norms.items():
-            module.weight += noise.draw(name.removeprefix("base_model.model."), 128)
-    try:
+    names = {name: name.removeprefix("base_model.model.") for name in norms}
+    with norms_of(reference, {names[name]: scale + noise.draw(names[name], 128) for name, scale in norms.items()}):
         assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
-    finally:
-        with torch.no_grad():
-            for name, module in norms.items():
-                module.weight.copy_(kept[name])
 
 
 def test_noise_relative_to_the_trained_scales(engine: RolloutEngine, reference: PeftModel) -> None:
-    kept = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
     names = [f"model.layers.{layer}.{norm}" for layer in (0, 1) for norm in NOISY]
     trained = {name: torch.linspace(0.2, 2.0 + index, 128) for index, name in enumerate(names)}
     plain, expected = NormNoise(sigma=0.05, seed=3, version=1), dict(trained)
@@ -319,11 +312,8 @@ def test_noise_relative_to_the_trained_scales(engine: RolloutEngine, reference: 
     report = engine.sync(replace(weights, noise=replace(plain, relative=True)))
     differences = [expected[name] - trained[name] for name in names if not torch.equal(expected[name], trained[name])]
     assert report.noise_std == pytest.approx(torch.cat(differences).std(correction=0).item(), rel=1e-4)
-    try:
-        set_norms(reference, expected)
+    with norms_of(reference, expected):
         assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
-    finally:
-        reference.load_state_dict(kept, strict=False)
     engine.sync(weights_of(reference))
     assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
 
@@ -364,25 +354,30 @@ def test_trained_norms_reach_the_sampler_and_carry_the_noise(engine: RolloutEngi
     }
     noise = NormNoise(sigma=0.02, seed=5, version=1)
     weights = replace(weights_of(reference), tensors={f"{name}.weight": scale for name, scale in trained.items()})
-    kept = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
-    try:
-        engine.sync(weights)
-        set_norms(reference, trained)
+    engine.sync(weights)
+    with norms_of(reference, trained):
         assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
-        report = engine.sync(replace(weights, noise=noise))
-        noisy = {name: scale + noise.draw(name, 128) for name, scale in trained.items() if name.endswith("layernorm")}
-        set_norms(reference, noisy)
+    report = engine.sync(replace(weights, noise=noise))
+    noisy = {name: scale + noise.draw(name, 128) for name, scale in trained.items() if name.endswith("layernorm")}
+    with norms_of(reference, trained | noisy):
         assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
-        assert report.noise_std == pytest.approx(0.02, rel=0.1)
-    finally:
-        reference.load_state_dict(kept, strict=False)
+    assert report.noise_std == pytest.approx(0.02, rel=0.1)
     engine.sync(weights_of(reference))
     assert logprob_gap(reference, greedy(engine)) < LOGPROB_BOUND
 
 
-def set_norms(peft: PeftModel, norms: dict[str, Tensor]) -> None:
+@contextmanager
+def norms_of(peft: PeftModel, norms: dict[str, Tensor]) -> Iterator[None]:
+    """Inside the block these norms have other scales."""
+    weights = {name: peft.get_submodule(f"base_model.model.{name}").weight.data for name in norms}
+    kept = {name: weight.clone() for name, weight in weights.items()}
     for name, scale in norms.items():
-        peft.get_submodule(f"base_model.model.{name}").weight.data.copy_(scale)
+        weights[name].copy_(scale)
+    try:
+        yield
+    finally:
+        for name, weight in weights.items():
+            weight.copy_(kept[name])
 
 
 def test_seeds_repeat_whatever_else_is_in_the_batch(engine: RolloutEngine, reference: PeftModel) -> None:

@@ -43,7 +43,7 @@ def said_by(folder: Path, quantization: str) -> Tensor:
     mask[:, 0] = False
     with torch.no_grad():
         policy = Policy(config.base_folder(), config, CPU, seed=1).eval()
-        return policy.token_logprobs(IDS, torch.tensor([IDS.shape[1]]), mask, 1.0)[0][0, 1:]
+        return policy.token_values(IDS, torch.tensor([IDS.shape[1]]), mask, 1.0)[0][0, 1:]
 
 
 def said_by_transformers(folder: Path) -> Tensor:

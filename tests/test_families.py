@@ -149,7 +149,7 @@ def trainer_gap(policy: Policy, completions: list[list[Completion]], noise: Norm
     """Largest difference between the engine's log-probabilities and the trainer's, nats."""
     tokens, lengths, mask, said = pad_completions(PROMPTS, completions, 0)
     with noisy_norms(policy, noise):
-        found = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        found = policy.token_values(tokens, lengths, mask, 1.0)[0]
     return (found - said)[mask].abs().max().item()
 
 
@@ -219,7 +219,7 @@ def test_gradients_are_those_of_a_plain_model_without_dropout(base: Path, dense:
     ids = torch.randint(5, 500, (2, 40), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
-    policy.token_logprobs(ids, torch.tensor([40, 40]), mask, 1.0)[0].sum().backward()
+    policy.token_values(ids, torch.tensor([40, 40]), mask, 1.0)[0].sum().backward()
     model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum().backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     found = {f"base_model.model.{n}": p.grad for n, p in policy.base.named_parameters() if p.requires_grad}
@@ -284,7 +284,7 @@ def results_of(policy: Policy) -> tuple[Tensor, list[Tensor]]:
     ids = torch.randint(5, 500, (2, 30), generator=torch.Generator().manual_seed(1))
     lengths = torch.tensor([30, 7])
     mask = (torch.arange(30) > 0) & (torch.arange(30) < lengths[:, None])
-    logprobs = policy.token_logprobs(ids, lengths, mask, 1.0)[0][mask]
+    logprobs = policy.token_values(ids, lengths, mask, 1.0)[0][mask]
     logprobs.sum().backward()
     return logprobs.detach(), [p.grad for p in policy.parameters() if p.requires_grad and p.grad is not None]
 
@@ -308,7 +308,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(base: Path) -> None:
     gradients = []
     for checkpointing in (False, True, "selective"):
         policy = changed(policy_of(base, train_norms=True, gradient_checkpointing=checkpointing)).train()
-        policy.token_logprobs(ids, torch.tensor([60]), mask, 1.0)[0].sum().backward()
+        policy.token_values(ids, torch.tensor([60]), mask, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
     assert all(gradient is not None and gradient.any() for gradient in gradients[0])
     for other in gradients[1:]:
@@ -338,7 +338,7 @@ def test_full_fine_tuning_has_the_gradients_of_a_plain_model_and_saves_one(dense
     ids = torch.randint(5, 500, (2, 40), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[:, 0] = False
-    policy.token_logprobs(ids, torch.tensor([40, 40]), mask, 1.0)[0].sum().backward()
+    policy.token_values(ids, torch.tensor([40, 40]), mask, 1.0)[0].sum().backward()
     model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).sum().backward()
     expected, found = dict(model.named_parameters()), dict(policy.base.named_parameters())
     assert expected.keys() == found.keys()
@@ -452,7 +452,7 @@ def test_the_text_model_of_a_model_with_images_is_taken_out_by_quantizing(tmp_pa
     assert end_token_ids(tmp_path / "text of wrapped") == tuple(sorted({7, *end_token_ids(source)}))
     policies = [policy_of(tmp_path / name) for name in folders]
     ids, mask = torch.arange(40, 80)[None], (torch.arange(40) > 0)[None]
-    results = [policy.token_logprobs(ids, torch.tensor([40]), mask, 1.0)[0] for policy in policies]
+    results = [policy.token_values(ids, torch.tensor([40]), mask, 1.0)[0] for policy in policies]
     assert torch.equal(*results)
     PolicyConfig(path=str(tmp_path / "text of wrapped")).base_folder()
 

@@ -38,7 +38,7 @@ from qerl_pl.runtime.files import (
     build_once,
     cache_root,
     explain_full_disk,
-    folder_identity,
+    folder_fingerprint,
     locked,
 )
 
@@ -392,7 +392,7 @@ def test_identity_is_of_the_content(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_bytes(content)
-    a, b, c = (folder_identity(tmp_path / name) for name in "abc")
+    a, b, c = (folder_fingerprint(tmp_path / name) for name in "abc")
     assert a == b != c
 
 
@@ -405,10 +405,10 @@ def test_identity_reads_small_files_completely_and_of_large_ones_evenly_spaced_b
     (tmp_path / "config.json").write_text("{}")
     file, content = tmp_path / "model.safetensors", bytes(range(size))
     file.write_bytes(content)
-    before = folder_identity(tmp_path)
+    before = folder_fingerprint(tmp_path)
     for byte in range(size):
         file.write_bytes(content[:byte] + b"x" + content[byte + 1 :])
-        assert (folder_identity(tmp_path) != before) == (byte in read)
+        assert (folder_fingerprint(tmp_path) != before) == (byte in read)
 
 
 @pytest.mark.parametrize("is_link", [False, True])

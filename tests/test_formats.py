@@ -4,21 +4,27 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any
 
+import pages
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qerl_pl.cli.dry_run import shape_of
+from qerl_pl.cli.export import base_of, take_adapter
+from qerl_pl.cli.main import main
+from qerl_pl.engines.vllm.startup import runs
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import FORMATS, QUANTIZERS, format_of, format_of_config
+from qerl_pl.formats.base import FORMATS, QUANTIZATIONS, QUANTIZED, format_of, format_of_config, named_format
 from qerl_pl.formats.dense_checkpoint import load_dense_state
-from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
+from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles, other_files, read_config
 from qerl_pl.modules import PolicyConfig
+from qerl_pl.policy.policy import Policy
 
 UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"
 OF_LINEARS = [base_format for base_format in FORMATS if not isinstance(base_format, MXFP4StacksFormat)]
@@ -29,9 +35,9 @@ OF_LINEARS = [base_format for base_format in FORMATS if not isinstance(base_form
 def folders(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder in each format, by the format's name."""
     root = tmp_path_factory.mktemp("formats")
-    for name in QUANTIZERS:
+    for name in QUANTIZED:
         quantize_checkpoint(tiny_policy_dir, root / name, name)
-    return {"none": tiny_policy_dir} | {name: root / name for name in QUANTIZERS}
+    return {"none": tiny_policy_dir} | {name: root / name for name in QUANTIZED}
 
 
 @pytest.mark.parametrize("base_format", OF_LINEARS, ids=lambda base_format: base_format.name)
@@ -72,10 +78,27 @@ def test_shapes_are_those_of_the_dense_checkpoint(base_format, folders: dict[str
     assert shapes == {name: tuple(tensor.shape) for name, tensor in dense.items()}
 
 
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("nvfp4", 0.0025, 0.0144), ("mxfp4", 0.0025, 0.02), ("nf4", 0.007, 0.011)]
+)
+def test_the_report_holds_every_matrix_error(folders: dict[str, Path], name: str, least: float, most: float) -> None:
+    """Four bits lose about 0.009 of Gaussian weights' squares."""
+    report = json.loads((folders[name] / "quantization_report.json").read_text())
+    source, dense = load_file(folders["none"] / "model.safetensors"), load_dense_state(folders[name], torch.float32)
+    errors = report["relative_squared_error"]
+    assert errors.keys() == {name for name in source if "_proj.weight" in name} and len(errors) == 14
+    for matrix, error in errors.items():
+        exact = source[matrix].double()
+        expected = (dense[matrix].double() - exact).square().sum() / exact.square().sum()
+        assert error == pytest.approx(expected.item(), rel=1e-4)
+    assert report["mean_relative_squared_error"] == pytest.approx(sum(errors.values()) / 14)
+    assert report["format"] == name and least < errors[f"{UP}.weight"] < most
+
+
 def test_a_user_can_ask_for_every_format_that_there_is() -> None:
-    assert set(get_args(get_type_hints(PolicyConfig)["quantization"])) == {base_format.name for base_format in FORMATS}
-    assert set(get_args(get_type_hints(quantize_checkpoint)["format"])) == set(QUANTIZERS)
-    assert {base_format.name for base_format in FORMATS} == {*QUANTIZERS, "none"}
+    assert {base_format.name for base_format in FORMATS} == {*QUANTIZED, "none"} == set(QUANTIZATIONS)
+    for name in QUANTIZATIONS:
+        assert PolicyConfig(quantization=name).quantization == named_format(name).name == name
 
 
 def test_sixteen_bit_training_refuses_a_quantized_folder(folders: dict[str, Path]) -> None:
@@ -86,7 +109,7 @@ def test_sixteen_bit_training_refuses_a_quantized_folder(folders: dict[str, Path
         assert PolicyConfig(path=str(folder), quantization=name).base_folder() == folder
 
 
-@pytest.mark.parametrize("name", QUANTIZERS)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_a_16_bit_folder_is_quantized_once_and_a_quantized_one_is_not_again(
     folders: dict[str, Path], name: str, tmp_path: Path
 ) -> None:
@@ -95,7 +118,7 @@ def test_a_16_bit_folder_is_quantized_once_and_a_quantized_one_is_not_again(
     assert tensors.keys() == expected.keys()
     for key, tensor in tensors.items():
         assert torch.equal(tensor.view(torch.uint8), expected[key].view(torch.uint8))
-    other = next(base_format for base_format in QUANTIZERS if base_format != name)
+    other = next(base_format for base_format in QUANTIZED if base_format != name)
     with pytest.raises(UserError, match=f"{name} needs 16-bit weights; .* is {other.upper()}; .*ization to {other}"):
         PolicyConfig(path=str(folders[other]), quantization=name).base_folder()
     with pytest.raises(UserError, match=f"only 16-bit weights can be quantized; .* is {other.upper()} already"):
@@ -114,8 +137,9 @@ def test_a_format_that_nobody_knows_is_named(tiny_policy_dir: Path, tmp_path: Pa
     folder = shutil.copytree(tiny_policy_dir, tmp_path / "awq")
     config = read_config(folder) | {"quantization_config": {"quant_method": "awq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"nvfp4, .*, and 16-bit activations; .* has awq: quantize the 16-bit"):
-        format_of(folder)
+    for start in (lambda: format_of(folder), lambda: quantize_checkpoint(folder, tmp_path / "out")):
+        with pytest.raises(UserError, match=r"nvfp4, .*, and 16-bit activations; .* has awq: quantize the 16-bit"):
+            start()
 
 
 def test_a_copy_of_a_model_has_no_weights_of_other_libraries(tiny_policy_dir: Path, tmp_path: Path) -> None:
@@ -238,3 +262,90 @@ def test_a_dry_run_refuses_what_the_start_would(folders: dict[str, Path]) -> Non
         with pytest.raises(UserError, match=f"needs 16-bit weights; .* is {path.upper()}"):
             shape_of(policy)
     assert shape_of(PolicyConfig(path=str(folders["nvfp4"]))).layers == 2
+
+
+# A user's own ---------------------------------------------------------------------------------------------------------
+
+OTHERS = """
+from qerl_pl.formats.base_format import BaseFormat
+
+class Half(BaseFormat):
+    def encode(self, rows, global_scale):
+        return rows, rows
+
+def function(rows): ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of the format of the page, in a file of the working directory."""
+    (block,) = pages.fences(pages.ROOT / "docs" / "your-own-model.md", "python")
+    (tmp_path / "my_formats.py").write_text(block + OTHERS)
+    monkeypatch.chdir(tmp_path)
+    return f"{tmp_path}/my_formats.py:Float8"
+
+
+def test_the_format_of_the_page_holds_a_policy(own: str, tiny_policy_dir: Path) -> None:
+    config = PolicyConfig(path=str(tiny_policy_dir), quantization=own, dtype="float32")
+    folder = config.base_folder()
+    assert folder == config.base_folder() and "Float8" in folder.name
+    stored, dense, exact = TensorFiles(folder), load_dense_state(folder, torch.float32), tiny_policy_dir
+    assert {name for name in stored if name.startswith(UP)} == {f"{UP}.weight_codes", f"{UP}.weight_scale"}
+    assert stored.read(f"{UP}.weight_codes").dtype == torch.float8_e4m3fn
+    weight, error = load_file(exact / "model.safetensors")[f"{UP}.weight"], dense[f"{UP}.weight"]
+    assert 0 < (error - weight).norm() < 0.04 * weight.norm()  # E4M3 has steps of up to 1/8
+    policy = Policy(folder, config, torch.device("cpu"), seed=0)
+    up = dict(policy.base.named_modules())[f"{UP}.base_layer"]
+    assert torch.equal(up(torch.eye(up.in_features)).T, dense[f"{UP}.weight"])
+    tokens = torch.arange(12).view(2, 6)
+    mask = torch.ones_like(tokens).bool().index_fill(1, torch.tensor([0]), False)
+    logprobs, *_ = policy.token_values(tokens, torch.tensor([6, 6]), mask, 1.0)
+    logprobs.sum().backward()
+    assert any(factor.grad is not None and factor.grad.norm() > 0 for _, factor in policy.trained.factors().values())
+    assert not runs(format_of(folder), torch.device("cuda"))  # vLLM gets dense weights
+
+
+def test_qerl_quantize_writes_a_format_of_ones_own(own: str, tiny_policy_dir: Path, tmp_path: Path) -> None:
+    assert main(["quantize", str(tiny_policy_dir), str(tmp_path / "own"), "--format", own, "--device", "cpu"]) == 0
+    assert read_config(tmp_path / "own")["quantization_config"] == {"quant_method": "Float8"}
+    report = json.loads((tmp_path / "own" / "quantization_report.json").read_text())
+    assert 0 < report["mean_relative_squared_error"] < 0.04**2
+    again = PolicyConfig(path=str(tmp_path / "own"), quantization=own)
+    assert again.base_folder() == tmp_path / "own"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("float8", "got 'float8'; choose one of them, or write"),
+        ("my_formats.py:Float4", "'my_formats.py:Float4' cannot be imported"),
+        ("no_file.py:Float8", "'no_file.py:Float8' cannot be imported"),
+        ("my_formats.py:function", "is <function function.*; derive a class from"),
+        ("my_formats.py:Half", "is <class .*; derive a class from .*BaseFormat, with encode and decode"),
+        ("qerl_pl.formats.base_format.BaseFormat", "is <class .*; derive"),
+        ("pathlib.Path", "is <class .*; derive"),
+    ],
+)
+def test_what_is_no_format_is_told_in_one_line(own: str, name: str, message: str, tiny_policy_dir: Path) -> None:
+    for key, start in (
+        ("model.policy.quantization", lambda: PolicyConfig(quantization=name)),
+        ("--format", lambda: quantize_checkpoint(tiny_policy_dir, Path("out"), name)),
+    ):
+        with pytest.raises(UserError, match=f"^{key} must be one of nvfp4, .*, or the import path of .*; .*{message}"):
+            start()
+    with pytest.raises(UserError, match="rounds to 4 bits, or to a format of yours; got none"):
+        quantize_checkpoint(tiny_policy_dir, Path("out"), "none")
+
+
+def test_an_adapter_chooses_no_code(own: str, tmp_path: Path) -> None:
+    (tmp_path / "qerl_base.json").write_text(json.dumps({"path": "model", "toy": None, "quantization": own}))
+    plain = {"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8, "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(plain))
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(4, 2)}, tmp_path / "adapter_model.safetensors")
+    policies = [SimpleNamespace(path=str(tmp_path), quantization=q, lora=SimpleNamespace()) for q in ("nvfp4", own)]
+    for start in (lambda: base_of(tmp_path), lambda: take_adapter(policies[0], "test", None)):
+        with pytest.raises(UserError, match="or in the format that you name; .*if you trust its code, set"):
+            start()
+    take_adapter(policies[1], "test", None)  # the user names it
+    assert policies[1].quantization == own

@@ -33,7 +33,7 @@ def make(base: Path, dtype: str = "float32", with_reference: bool = False, **set
 
 
 def logprobs(policy: Policy, reference: bool = False) -> Tensor:
-    return policy.token_logprobs(TOKENS, torch.tensor([12]), MASK, 1.0, reference=reference)[0][MASK]
+    return policy.token_values(TOKENS, torch.tensor([12]), MASK, 1.0, reference=reference)[0][MASK]
 
 
 def plain_logprobs(model: torch.nn.Module) -> Tensor:

@@ -25,7 +25,7 @@ from qerl_pl.formats import quantize
 from qerl_pl.formats.base import FORMATS, format_of
 from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import load_dense_state, validate_checkpoint, write_dense_checkpoint
-from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
+from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import local_folder, quantize_checkpoint
 from qerl_pl.models.families import family_of
 from qerl_pl.models.folder import TensorFiles, read_config

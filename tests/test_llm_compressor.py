@@ -39,7 +39,7 @@ def test_logprobs_are_those_of_compressed_tensors(name: str) -> None:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, 0] = False
     with torch.no_grad():
-        found = policy.token_logprobs(tokens, torch.tensor([8, 8]), mask, 1.0)[0]
+        found = policy.token_values(tokens, torch.tensor([8, 8]), mask, 1.0)[0]
         logprobs = reference(folder)(tokens).logits[:, :-1].log_softmax(-1)
     expected = logprobs.gather(-1, tokens[:, 1:, None])[..., 0]
     tolerance = 1e-5 if quantization == "mxfp4" else 0.05  # NVFP4's scales are rounded to bfloat16 there

@@ -70,7 +70,7 @@ def test_a_policy_that_starts_from_it_is_nearer_to_16_bits(tiny_policy_dir: Path
         lora = LoraConfig() if adapter else LoraConfig(rank=1, alpha=1.0)
         start = str(adapter) if adapter else None
         config = PolicyConfig(path=str(path), quantization=quantization, lora=lora, adapter=start, dtype="float32")
-        return Policy(path, config, CPU, seed=0).eval().token_logprobs(tokens, lengths, mask, 1.0)[0].detach()
+        return Policy(path, config, CPU, seed=0).eval().token_values(tokens, lengths, mask, 1.0)[0].detach()
 
     exact, rounded = logprobs(tiny_policy_dir, "none", None), logprobs(folder, kind, None)
     started = logprobs(folder, kind, folder / "loftq")

@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import QuantizedFormat
+from qerl_pl.formats.base import QUANTIZED
 from qerl_pl.models import memory_plan
 from qerl_pl.models.memory import GIB, check_length
 from qerl_pl.models.memory_plan import (
@@ -188,7 +188,7 @@ def test_what_an_update_saves_and_works_with_is_counted_by_tensors(monkeypatch: 
         (5 + 2 * keys + 2) * token + small + (5 * inner + 4) * token / 10 + 2 * 3584 * 18944
     )
     assert working_bytes(QWEN, replace(tiled, mlp_tile_tokens=1000)) == working_bytes(QWEN, batch)
-    mixture = replace(QWEN, experts=64, chosen=4)  # is never in tiles
+    mixture = replace(QWEN, experts=64, top_k=4)  # is never in tiles
     assert working_bytes(mixture, tiled) == working_bytes(mixture, batch)
     assert working_bytes(QWEN, batch)["logits"] == 12 * 3584 * 1000 + 2 * 152064 * 1000
     longest = MicroBatch(131072, mlp_tile_tokens=4096, checkpointing="offload")
@@ -251,7 +251,7 @@ def test_targets_with_their_path_count_the_linears_that_they_name() -> None:
 
 
 def test_an_unquantized_base_has_the_bits_of_its_dtype() -> None:
-    assert set(BITS) == set(get_args(QuantizedFormat))
+    assert set(BITS) == set(QUANTIZED)
     weights = QWEN.linear_weights + QWEN.embedding_weights
     for dtype, size in ((torch.bfloat16, 2), (torch.float32, 4)):
         assert QWEN.base_bytes("none", dtype) == size * weights
@@ -284,7 +284,7 @@ def test_a_cache_is_refused_that_does_not_hold_a_windows_tokens_either(
 ) -> None:
     """vLLM needs more, by the tokens of its forward passes, and says so itself."""
     shape, layers = Shape.of(config), config.num_hidden_layers
-    token = 2 * 2 * shape.keys
+    token = 2 * 2 * shape.kv_dim
     for tokens in (40, 1000):
         held = full * tokens + (layers - full) * min(window, tokens)
         assert shape.sequence_kv_bytes(tokens, torch.bfloat16) == held * token
@@ -295,7 +295,7 @@ def test_a_cache_is_refused_that_does_not_hold_a_windows_tokens_either(
 
 
 def test_windows_hold_their_tokens_and_those_of_the_passes_under_way() -> None:
-    full = replace(QWEN, keys=3584)  # so that keys and values bound the longest completion
+    full = replace(QWEN, kv_dim=3584)  # so that keys and values bound the longest completion
     shape, of_layer = replace(full, window=1000, window_layers=20), 2 * 3584 * 2  # of 28 layers
     batch = MicroBatch(1, rank=32, checkpointing="offload")
     plan = RunPlan(shape, batch, kv_cache_gib=0.0, prefill_tokens=500)
@@ -317,7 +317,7 @@ def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
 
     assert peak(found[2]) <= 24 * GIB < peak(found[2] + 1)
     rollout_bound = replace(
-        plan, shape=replace(QWEN, keys=3584), batch=replace(plan.batch, checkpointing="offload"), kv_cache_gib=0.0
+        plan, shape=replace(QWEN, kv_dim=3584), batch=replace(plan.batch, checkpointing="offload"), kv_cache_gib=0.0
     )
     halved = replace(plan, kv_dtype=torch.float8_e4m3fn)
     assert (plan.sequence_kv_bytes(3), halved.sequence_kv_bytes(3)) == (3 * 57344, 3 * 28672)
@@ -358,7 +358,7 @@ def test_a_counted_update_needs_what_is_estimated(
     policy = Policy(small, config, torch.device("cpu"), seed=1).train()
     ids, mask = torch.randint(5, 60, (1, tokens)), torch.arange(tokens)[None] > 0
     with LiveBytes() as live:
-        policy.token_logprobs(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
+        policy.token_values(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
     shape = Shape.of(policy.base.config)
     assert shape == Shape(64, 512, 6, 4, 64, 64, 64, False, False)
     batch = MicroBatch(tokens, 1, torch.float32, mode, tile, rank=2)
@@ -387,7 +387,7 @@ def test_scores_with_a_soft_cap_are_counted(tmp_path: Path, mode: Any, sequences
     length = 512
     ids, mask = torch.randint(5, 60, (sequences, length)), torch.arange(length).expand(sequences, length) > 0
     with LiveBytes() as live:
-        policy.token_logprobs(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
+        policy.token_values(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
     shape, batch = Shape.of(policy.base.config), MicroBatch(length * sequences, sequences, torch.float32, mode, rank=2)
     within(activation_bytes(shape, batch), live.peak, 0.05)
     assert not Shape.of(Gemma2Config(attn_logit_softcapping=None)).soft_capped
@@ -409,7 +409,7 @@ def test_inputs_of_norms_of_outputs_are_counted(tmp_path: Path) -> None:
         policy = Policy(folder, settings, torch.device("cpu"), seed=1).train()
         ids, mask = torch.randint(5, 60, (1, tokens)), torch.arange(tokens)[None] > 0
         with LiveBytes() as live:
-            policy.token_logprobs(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
+            policy.token_values(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
         shapes.append(Shape.of(policy.base.config))
         peaks.append(live.peak)
     batch = MicroBatch(tokens, 1, torch.float32, False, rank=2)

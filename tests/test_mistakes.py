@@ -71,7 +71,10 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "null for an argument": ("--checkpoint.keep null", "^qerl: checkpoint.keep takes a whole number; got null; corr"),
     "null for rewards": ("--rollout.rewards null", "rollout.rewards takes a mapping of keys or a list; got null"),
     "null for a reward": ({"rollout": {"rewards": {"accuracy": None}}}, "rollout.rewards does not take null; see qerl"),
-    "choice": ("--model.policy.quantization int8", "takes one of nvfp4, .*, none; got int8; correct it"),
+    "choice": (
+        "--model.policy.quantization int8",
+        "quantization must be one of nvfp4, .*, none, .*; got 'int8'; choose",
+    ),
     "rate": ("--model.optimizer.init_args.lr fast", "model.optimizer.lr takes a number; got fast; correct it; see"),
     "number of a class": ("--model.objective.correction.cap x", "correction.cap takes a number or null; got x; corr"),
     "number in a file": (

@@ -14,7 +14,7 @@ from tiny_families import PUBLISHED
 
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.mxfp4 import MXFP4StacksFormat
+from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.models.folder import TensorFiles, read_config
 
 pytestmark = pytest.mark.nightly

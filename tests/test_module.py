@@ -202,7 +202,7 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     device: str, backends: list[str], stage: TrainerFn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("qerl_pl.modules.policy_module.select_backend", asked.append)
+    monkeypatch.setattr("qerl_kernels.backend.select_backend", asked.append)
     monkeypatch.setattr("qerl_pl.modules.policy_module.Policy", lambda *given: given)
     asked_for: list[Any] = []
     monkeypatch.setattr("qerl_pl.modules.policy_module.require_memory", lambda *given: asked_for.append(given))

@@ -60,7 +60,7 @@ def test_counts_the_trainers_own_tensors(base: Path) -> None:
     assert (before["gradients"], before["optimizer"]) == (0, 0)
     tokens = torch.tensor([[5, 6, 7]])
     mask = torch.tensor([[False, True, True]])
-    policy.token_logprobs(tokens, torch.tensor([3]), mask, 1.0)[0].sum().backward()
+    policy.token_values(tokens, torch.tensor([3]), mask, 1.0)[0].sum().backward()
     optimizer.step()
     report = measure_memory(policy, None, [optimizer], {})
     assert size(report["base"]) == LINEARS * PACKED + embeddings(base) + BIASES + NORMS + ROTARY

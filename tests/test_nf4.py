@@ -17,13 +17,13 @@ from qerl_pl.engines.vllm.linear_methods import shared_rows, why_not_shared
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense_checkpoint import load_dense_state
-from qerl_pl.formats.nf4 import NF4Quantizer, NF4Weight
+from qerl_pl.formats.nf4 import NF4Format, NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles
 
 CPU = torch.device("cpu")
 UP = "model.layers.0.mlp.up_proj"
-QUANTIZER = NF4Quantizer()
+QUANTIZER = NF4Format()
 
 
 def test_a_block_worked_out() -> None:
@@ -68,12 +68,15 @@ def test_what_is_stored_is_what_bitsandbytes_makes_of_a_full_matrix(shape: tuple
         assert torch.equal(NF4Weight(packed, state).dense(wanted), dense.to(wanted))
 
 
-def test_without_bitsandbytes_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, nf4: Path) -> None:
+def test_without_bitsandbytes_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, nf4: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
     with pytest.raises(UserError, match=r"needs bitsandbytes, .* pip install 'qerl-pl\[baselines\]'"):
         format_of(nf4).check(TensorFiles(nf4))
     with pytest.raises(UserError, match="needs bitsandbytes"):
-        NF4Quantizer()
+        quantize_checkpoint(tiny_policy_dir, tmp_path / "out", "nf4")
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +116,6 @@ def test_a_code_book_that_another_processor_rounded_is_the_same(nf4: Path, tmp_p
     save_file(tensors, tmp_path / "moved" / "model.safetensors")
     with pytest.raises(UserError, match="or other maps"):
         format_of(tmp_path / "moved").check(TensorFiles(tmp_path / "moved"))
-
-
-def test_the_error_is_that_of_what_is_stored(tiny_policy_dir: Path, nf4: Path) -> None:
-    source = load_file(tiny_policy_dir / "model.safetensors")[f"{UP}.weight"]
-    dense = load_dense_state(nf4, torch.float32)[f"{UP}.weight"]
-    report = json.loads((nf4 / "quantization_report.json").read_text())["relative_squared_error"]
-    expected = (dense - source).square().sum() / source.square().sum()
-    assert report[f"{UP}.weight"] == pytest.approx(expected.item(), rel=1e-4)
-    assert 0.007 < expected < 0.011  # normal weights
 
 
 def test_other_blocks_are_refused(nf4: Path, tmp_path: Path) -> None:

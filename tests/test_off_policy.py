@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+import pages
 import pytest
 import torch
 from jsonargparse import auto_cli
@@ -162,9 +164,62 @@ def test_bad_settings_are_a_user_error(arguments: dict[str, Any], message: str) 
         RolloutCorrection(**arguments)
 
 
-def test_an_unknown_preset_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="correction must be one of off, token_tis, .*; got 'tis'"):
-        DAPO(correction="tis")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tis", "got 'tis'; choose one, or write"),
+        ("my_corrections.cubed", r"'my_corrections.cubed' cannot be imported \(.*\); correct the name or the file"),
+        ("no_such_module.squared", "'no_such_module.squared' cannot be imported"),
+        ("my_corrections.py:cubed", "'my_corrections.py:cubed' cannot be imported"),
+        ("math.pi", "math.pi is a float; name a function"),
+        ("qerl_pl.algorithm.RolloutCorrection", ".*RolloutCorrection is a type; name a function"),
+    ],
+)
+def test_an_unknown_correction_is_told_in_one_line(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^correction must be one of off, token_tis, .*; {message}"):
+        DAPO(correction=name)
+
+
+def test_the_function_of_the_page_corrects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = pages.fences(pages.ROOT / "docs" / "off-policy.md", "python")
+    (tmp_path / "my_corrections.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    old, sampler, mask = (
+        f64([[-1.0, -2.0, -3.0], [-1.0, -1.0, -1.0]]),
+        f64([[-1.0, -1.0, -9.0], [-4.0, -3.0, -1.0]]),
+        mask_of(),
+    )
+    for name in ("my_corrections.py:squared", f"{tmp_path}/my_corrections.py:squared"):
+        objective = DrGRPO(correction=name)
+        found = correction_weights(objective.rollout_correction, old, sampler, mask)
+        assert found.weights[mask].tolist() == [1.0, 0.5, 0.0, 0.0] and not found.capped.any()
+        assert found.rejected[mask].tolist() == [False, False, True, True]
+    logprobs = old.clone().requires_grad_()
+    inputs = LossInputs(logprobs, old, sampler, f64([1.0, 1.0]), mask, torch.ones_like(old))
+    outputs = objective.loss(inputs)
+    outputs.loss.backward()
+    assert logprobs.grad is not None and logprobs.grad.tolist() == [[-1.0, -0.5, 0.0], [0.0, 0.0, 0.0]]
+    assert outputs.metrics["rejected"] == 2
+
+
+def mask_of() -> Tensor:
+    """Two tokens of each of two completions."""
+    return torch.tensor([[True, True, False], [True, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("function", "got"),
+    [
+        (lambda log_ratio, mask: log_ratio[0], r"a tensor \[3\]"),
+        (lambda log_ratio, mask: log_ratio.sum(), r"a tensor \[\]"),
+        (lambda log_ratio, mask: 1.0, "a float"),
+        (lambda log_ratio, mask: None, "a NoneType"),
+    ],
+)
+def test_a_function_that_returns_no_weights_is_told(function: Any, got: str) -> None:
+    zeros = torch.zeros(2, 3)
+    with pytest.raises(UserError, match=rf"a weight for each token, \[2, 3\]; got {got}; correct it"):
+        correction_weights(function, zeros, zeros, mask_of())
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def gradients(folder: Path, mode: Any, steps: int = 1, dropout: float = 0.0) -> 
     with policy.perturbed(3):
         torch.manual_seed(5)
         for _ in range(steps):
-            policy.token_logprobs(tokens, LENGTHS, mask, 1.0)[0].sum().backward()
+            policy.token_values(tokens, LENGTHS, mask, 1.0)[0].sum().backward()
     return [p.grad for p in policy.parameters() if p.requires_grad and p.grad is not None], policy
 
 
@@ -60,7 +60,7 @@ def test_each_layers_input_is_saved_on_the_cpu_once_and_blocks_are_used_again(
     assert len(blocks._free) == blocks.count
     tokens = torch.full((1, 120), 7)
     for _ in range(4):
-        policy.token_logprobs(tokens, torch.tensor([120]), torch.arange(120)[None] > 0, 1.0)[0].sum().backward()
+        policy.token_values(tokens, torch.tensor([120]), torch.arange(120)[None] > 0, 1.0)[0].sum().backward()
         packed.clear()
     assert blocks.count == 3 * 3 * inputs == len(blocks._free)
 

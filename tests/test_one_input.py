@@ -48,7 +48,7 @@ def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[:, 3:7] = True
     torch.manual_seed(5)
-    result = policy.token_logprobs(tokens, torch.tensor([9, 7]), mask, 1.0)[0]
+    result = policy.token_values(tokens, torch.tensor([9, 7]), mask, 1.0)[0]
     result.sum().backward()
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()

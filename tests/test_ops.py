@@ -10,6 +10,7 @@ from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
 from compressed_tensors.compressors.nvfp4 import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from poisoned import ruled_out
 from qerl_kernels import (
     chunked_token_logprobs,
     dequantize_mxfp4,
@@ -149,8 +150,7 @@ def head_inputs(dtype, tokens=11, hidden=6, vocabulary=17):
     torch.manual_seed(1)
     x = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
     head = torch.randn(vocabulary, hidden, dtype=dtype, requires_grad=True)
-    bias = torch.randn(vocabulary, dtype=dtype, requires_grad=True)
-    return x, head, torch.randint(vocabulary, (tokens,)), bias
+    return x, head, torch.randint(vocabulary, (tokens,))
 
 
 def test_log_probability_and_entropy_worked_by_hand():
@@ -170,38 +170,36 @@ def test_log_probability_and_entropy_worked_by_hand():
 @pytest.mark.parametrize("chunk", [1, 4, 11, 64])
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(chunk, soft_cap):
-    x, head, targets, bias = head_inputs(torch.float64)
-    plain = reference.token_logprobs(x, head, targets, 0.7, bias, soft_cap)
-    chunked = chunked_token_logprobs(x, head, targets, 0.7, bias, chunk=chunk, soft_cap=soft_cap)
+    x, head, targets = head_inputs(torch.float64)
+    plain = reference.token_logprobs(x, head, targets, 0.7, soft_cap)
+    chunked = chunked_token_logprobs(x, head, targets, 0.7, chunk=chunk, soft_cap=soft_cap)
     torch.testing.assert_close(chunked, plain)
     torch.manual_seed(2)
     weights = torch.randn(2, 11, dtype=torch.float64)
-    expected = torch.autograd.grad((torch.stack(plain) * weights).sum(), (x, head, bias))
-    actual = torch.autograd.grad((torch.stack(chunked) * weights).sum(), (x, head, bias))
+    expected = torch.autograd.grad((torch.stack(plain) * weights).sum(), (x, head))
+    actual = torch.autograd.grad((torch.stack(chunked) * weights).sum(), (x, head))
     torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 def test_chunked_log_probabilities_pass_gradcheck(soft_cap):
-    x, head, targets, bias = head_inputs(torch.float64, tokens=5)
+    x, head, targets = head_inputs(torch.float64, tokens=5)
     options = {"chunk": 2, "soft_cap": soft_cap}
-    assert torch.autograd.gradcheck(
-        lambda x, head, bias: chunked_token_logprobs(x, head, targets, 1.3, bias, **options), (x, head, bias)
-    )
+    assert torch.autograd.gradcheck(lambda x, head: chunked_token_logprobs(x, head, targets, 1.3, **options), (x, head))
 
 
 def test_a_token_that_is_ruled_out_leaves_the_others_finite():
-    x, head, targets, bias = head_inputs(torch.float32)
+    x, head, targets = head_inputs(torch.float32)
     targets[:] = 3
-    bias = bias.detach().index_fill(0, torch.tensor([5]), -torch.inf)
-    logprob, entropy = chunked_token_logprobs(x, head, targets, 1.0, bias, chunk=4)
+    hidden, weight = ruled_out(x, head, [5])
+    logprob, entropy = chunked_token_logprobs(hidden, weight, targets, 1.0, chunk=4)
     (logprob + entropy).sum().backward()
     assert bool(torch.isfinite(torch.cat([logprob, entropy, x.grad.flatten(), head.grad.flatten()])).all())
-    torch.testing.assert_close((logprob, entropy), reference.token_logprobs(x, head, targets, 1.0, bias))
+    torch.testing.assert_close((logprob, entropy), reference.token_logprobs(hidden, weight, targets))
 
 
 def test_half_precision_gradients_are_as_good_as_the_plain_way():
-    x, head, targets, _ = head_inputs(torch.float32, tokens=64, hidden=32, vocabulary=200)
+    x, head, targets = head_inputs(torch.float32, tokens=64, hidden=32, vocabulary=200)
     truth = torch.autograd.grad(sum(o.sum() for o in reference.token_logprobs(x, head, targets)), x)[0]
     low = [t.detach().bfloat16().requires_grad_() for t in (x, head)]
     errors = []
@@ -212,18 +210,18 @@ def test_half_precision_gradients_are_as_good_as_the_plain_way():
 
 
 def test_temperature_zero_is_refused():
-    x, head, targets, _ = head_inputs(torch.float32)
+    x, head, targets = head_inputs(torch.float32)
     with pytest.raises(ValueError, match="temperature must be above 0, got 0"):
         chunked_token_logprobs(x, head, targets, 0.0)
 
 
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 def test_without_the_entropys_gradient_the_log_probabilitys_is_the_same(soft_cap):
-    x, head, targets, bias = head_inputs(torch.float64)
-    head, bias = head.detach(), bias.detach()
+    x, head, targets = head_inputs(torch.float64)
+    head = head.detach()
     options = {"chunk": 4, "entropy_gradient": False, "soft_cap": soft_cap}
-    logprob, entropy = chunked_token_logprobs(x, head, targets, 0.7, bias, **options)
-    plain, plain_entropy = reference.token_logprobs(x, head, targets, 0.7, bias, soft_cap)
+    logprob, entropy = chunked_token_logprobs(x, head, targets, 0.7, **options)
+    plain, plain_entropy = reference.token_logprobs(x, head, targets, 0.7, soft_cap)
     torch.testing.assert_close((logprob, entropy), (plain, plain_entropy))
     assert not entropy.requires_grad
     weights = torch.linspace(-1, 1, 11, dtype=torch.float64)

@@ -81,8 +81,8 @@ def inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.randn(TOKENS, HIDDEN, generator=generator)
     logits = torch.randn(TOKENS, EXPERTS, generator=generator)
     logits[:, 3] = -torch.inf
-    share, chosen = logits.softmax(-1).topk(CHOSEN, dim=-1)
-    return x.requires_grad_(), share.detach().requires_grad_(), chosen
+    topk_weights, topk_ids = logits.softmax(-1).topk(CHOSEN, dim=-1)
+    return x.requires_grad_(), topk_weights.detach().requires_grad_(), topk_ids
 
 
 LAYOUTS = ("dense", "nvfp4", "mxfp4", "marlin", "padded")
@@ -100,13 +100,13 @@ def test_mixture_and_its_gradients_are_those_of_plain_pytorch(
         stacks(layout, matrices(*shape, seed)) for seed, shape in enumerate([(2 * INNER, HIDDEN), (HIDDEN, INNER)])
     )
     assert gate_up.shape == (EXPERTS, 2 * INNER, HIDDEN) and down.shape == (EXPERTS, HIDDEN, INNER)
-    x, share, chosen = inputs()
-    y = mixture_of_experts(x, share, chosen, gate_up, down, silu_product)
-    expected = mixture_reference(x, share, chosen, plain_gate_up, plain_down, silu_product)
+    x, topk_weights, topk_ids = inputs()
+    y = mixture_of_experts(x, topk_weights, topk_ids, gate_up, down, silu_product)
+    expected = mixture_reference(x, topk_weights, topk_ids, plain_gate_up, plain_down, silu_product)
     torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
     direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
-    found = torch.autograd.grad(y, (x, share), direction)
-    for ours, theirs in zip(found, torch.autograd.grad(expected, (x, share), direction), strict=True):
+    found = torch.autograd.grad(y, (x, topk_weights), direction)
+    for ours, theirs in zip(found, torch.autograd.grad(expected, (x, topk_weights), direction), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max().item())
 
 
@@ -126,18 +126,18 @@ def test_biases_alternating_rows_and_a_clamped_activation_are_gpt_osss_experts(l
         for bias in (theirs.gate_up_proj_bias, theirs.down_proj_bias):
             bias.copy_(2 * torch.randn(bias.shape, generator=generator))
     biases = ExpertBiases(theirs.gate_up_proj_bias.detach(), theirs.down_proj_bias.detach())
-    x, share, chosen = inputs()
-    expected = theirs(x, chosen, share)
+    x, topk_weights, topk_ids = inputs()
+    expected = theirs(x, topk_ids, topk_weights)
     direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5))
-    gradients = torch.autograd.grad(expected, (x, share), direction)
+    gradients = torch.autograd.grad(expected, (x, topk_weights), direction)
     plain = (plain_gate_up, plain_down, partial(clamped_swiglu_reference, alpha=1.702, limit=2.0))
     packed = (gate_up, down, partial(clamped_swiglu, alpha=1.702, limit=2.0))
     for y in (
-        mixture_reference(x, share, chosen, *plain, biases, alternating=True),
-        mixture_of_experts(x, share, chosen, *packed, biases, alternating=True),
+        mixture_reference(x, topk_weights, topk_ids, *plain, biases, interleaved=True),
+        mixture_of_experts(x, topk_weights, topk_ids, *packed, biases, interleaved=True),
     ):
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-        for ours, other in zip(torch.autograd.grad(y, (x, share), direction), gradients, strict=True):
+        for ours, other in zip(torch.autograd.grad(y, (x, topk_weights), direction), gradients, strict=True):
             torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
 
@@ -207,23 +207,28 @@ def test_selective_checkpointing_gives_the_same_bits_and_repeats_no_grouped_prod
 ) -> None:
     gate_up, down = (stacks("nvfp4", matrices(*shape, 0))[0] for shape in [(2 * INNER, HIDDEN), (HIDDEN, INNER)])
     calls: list[bool] = []
-    product = experts.grouped_product
+    product = experts.grouped_gemm
     monkeypatch.setattr(
         experts,
-        "grouped_product",
+        "grouped_gemm",
         lambda *args, back, **kwargs: (calls.append(back), product(*args, back, **kwargs))[1],
     )
 
-    def block(x: Tensor, share: Tensor, chosen: Tensor) -> Tensor:
-        return x + mixture_of_experts(x, share, chosen, gate_up, down, silu_product)
+    def block(x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+        return x + mixture_of_experts(x, topk_weights, topk_ids, gate_up, down, silu_product)
 
-    x, share, chosen = inputs()
-    expected = torch.autograd.grad(block(x, share, chosen).square().sum(), (x, share))
+    x, topk_weights, topk_ids = inputs()
+    expected = torch.autograd.grad(block(x, topk_weights, topk_ids).square().sum(), (x, topk_weights))
     calls.clear()
     result = checkpoint(
-        block, x, share, chosen, use_reentrant=False, context_fn=lambda: selective_checkpoint_contexts(last_is_added)
+        block,
+        x,
+        topk_weights,
+        topk_ids,
+        use_reentrant=False,
+        context_fn=lambda: selective_checkpoint_contexts(last_is_added),
     )
     assert isinstance(result, Tensor)
-    found = torch.autograd.grad(result.square().sum(), (x, share))
+    found = torch.autograd.grad(result.square().sum(), (x, topk_weights))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert calls == [False, False, True, True]

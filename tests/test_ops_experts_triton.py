@@ -82,8 +82,8 @@ def test_a_mixture_and_its_gradients_are_those_without_triton(monkeypatch: pytes
     with in_pytorch():
         weights = stack(2 * inner, hidden), stack(hidden, inner)
     x = torch.randn(tokens, hidden, device=DEVICE, requires_grad=True)
-    share, chosen = torch.randn(tokens, count, device=DEVICE).softmax(-1).topk(2, dim=-1)
-    share.requires_grad_()
+    topk_weights, topk_ids = torch.randn(tokens, count, device=DEVICE).softmax(-1).topk(2, dim=-1)
+    topk_weights.requires_grad_()
     direction = torch.randn(tokens, hidden, device=DEVICE)
     launched = []
     for kernel in ("sum_indexed_rows", "scale_rows"):
@@ -91,8 +91,8 @@ def test_a_mixture_and_its_gradients_are_those_without_triton(monkeypatch: pytes
         monkeypatch.setattr(triton_experts, kernel, lambda *a, own=own: launched.append(own.__name__) or own(*a))
 
     def run() -> tuple[Tensor, ...]:
-        y = mixture_of_experts(x, share, chosen, *weights, silu_product)
-        return y, *torch.autograd.grad(y, (x, share), direction)
+        y = mixture_of_experts(x, topk_weights, topk_ids, *weights, silu_product)
+        return y, *torch.autograd.grad(y, (x, topk_weights), direction)
 
     found = run()
     assert launched == ["sum_indexed_rows", "scale_rows", "sum_indexed_rows"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from poisoned import triton_on_poisoned_memory
+from poisoned import ruled_out, triton_on_poisoned_memory
 from qerl_kernels import (
     AdaptedWeight,
     DenseWeight,
@@ -187,33 +187,32 @@ def head(dtype, tokens, vocabulary, width=32):
     torch.manual_seed(1)
     hidden = torch.randn(tokens, width, device=DEVICE).to(dtype).requires_grad_()
     lm_head = torch.randn(vocabulary, width, device=DEVICE).to(dtype).requires_grad_()
-    bias = torch.randn(vocabulary, device=DEVICE).to(dtype).requires_grad_()
-    return hidden, lm_head, torch.randint(vocabulary, (tokens,), device=DEVICE), bias
+    return hidden, lm_head, torch.randint(vocabulary, (tokens,), device=DEVICE)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize(("tokens", "vocabulary", "chunk"), [(1, 17, 8), (9, 5000, 4), (7, 4096, 7)])
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_log_probabilities_and_gradients_equal_the_plain_ones(tokens, vocabulary, chunk, temperature, soft_cap):
-    hidden, lm_head, targets, bias = head(torch.float32, tokens, vocabulary)
-    plain = reference.token_logprobs(hidden, lm_head, targets, temperature, bias, soft_cap)
-    ours = chunked_token_logprobs(hidden, lm_head, targets, temperature, bias, chunk=chunk, soft_cap=soft_cap)
+    hidden, lm_head, targets = head(torch.float32, tokens, vocabulary)
+    plain = reference.token_logprobs(hidden, lm_head, targets, temperature, soft_cap)
+    ours = chunked_token_logprobs(hidden, lm_head, targets, temperature, chunk=chunk, soft_cap=soft_cap)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     torch.manual_seed(2)
     weights = torch.randn(2, 1, device=DEVICE)  # broadcast: gradients arrive with stride 0
-    expected = torch.autograd.grad((torch.stack(plain) * weights).sum(), (hidden, lm_head, bias))
-    actual = torch.autograd.grad((torch.stack(ours) * weights).sum(), (hidden, lm_head, bias))
+    expected = torch.autograd.grad((torch.stack(plain) * weights).sum(), (hidden, lm_head))
+    actual = torch.autograd.grad((torch.stack(ours) * weights).sum(), (hidden, lm_head))
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_a_ruled_out_block_of_tokens_leaves_the_others_finite():
-    hidden, lm_head, targets, bias = head(torch.float32, 3, 5000)
-    bias = bias.detach().index_fill(0, torch.arange(4200, device=DEVICE), -torch.inf)  # the whole first block and more
+    x, lm_head, targets = head(torch.float32, 3, 5000)
+    hidden, lm_head = ruled_out(x, lm_head, range(4200))  # the whole first block and more
     targets[:] = 4500
-    plain = reference.token_logprobs(hidden, lm_head, targets, 1.0, bias)
-    ours = chunked_token_logprobs(hidden, lm_head, targets, 1.0, bias)
+    plain = reference.token_logprobs(hidden, lm_head, targets)
+    ours = chunked_token_logprobs(hidden, lm_head, targets)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
-    assert bool(torch.isfinite(torch.autograd.grad(sum(o.sum() for o in ours), hidden)[0]).all())
+    assert bool(torch.isfinite(torch.autograd.grad(sum(o.sum() for o in ours), x)[0]).all())
 
 
 def test_a_chunk_of_log_probabilities_holds_nothing_beside_its_logits():
@@ -223,7 +222,7 @@ def test_a_chunk_of_log_probabilities_holds_nothing_beside_its_logits():
 
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain_way(soft_cap):
-    hidden, lm_head, targets, _ = head(torch.bfloat16, 16, 700)
+    hidden, lm_head, targets = head(torch.bfloat16, 16, 700)
     lm_head = lm_head.detach()
     results = []
     for op, cast, options in (
@@ -244,7 +243,7 @@ def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
 def test_log_probabilities_of_a_real_vocabulary_take_bounded_memory():
-    hidden, lm_head, targets, _ = head(torch.bfloat16, 4096, 152064, width=3584)
+    hidden, lm_head, targets = head(torch.bfloat16, 4096, 152064, width=3584)
     lm_head = lm_head.detach() * 0.02
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -27,8 +27,8 @@ def test_a_packing_knows_where_its_tokens_stand() -> None:
     packing = Packing.of(LENGTHS, 6)
     assert packing.mask.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0]]
     assert packing.positions.tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
-    assert packing.boundaries.tolist() == [0, 3, 4, 9] and packing.boundaries.dtype == torch.int32
-    assert packing.longest == 5
+    assert packing.cu_seqlens.tolist() == [0, 3, 4, 9] and packing.cu_seqlens.dtype == torch.int32
+    assert packing.max_seqlen == 5
 
 
 def plain_attention(
@@ -211,7 +211,7 @@ def test_flash_attention_and_its_gradients_are_those_of_loops(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", backward)
     monkeypatch.setattr(attention, "_sms", lambda device: 132)
-    monkeypatch.setattr(attention, "head_groups", lambda heads, sequences, longest, sms: groups)
+    monkeypatch.setattr(attention, "head_groups", lambda heads, sequences, max_seqlen, sms: groups)
     torch.manual_seed(0)
     tensors = [torch.randn(9, heads, 8).half() for heads in (4, 2, 2)]
     given = [tensor.as_subclass(OnGPU).requires_grad_() for tensor in tensors]
@@ -325,7 +325,7 @@ def test_sinks_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("heads", "sequences", "longest", "expected"),
+    ("heads", "sequences", "max_seqlen", "expected"),
     [
         (28, 1, 20480, (4, 12, 12)),  # 12 * 11 = 4 * 33 = 132 CTAs of each call, where one for all has 140
         (32, 1, 20480, (4, 4, 12, 12)),
@@ -334,8 +334,8 @@ def test_sinks_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
         (28, 1, 512, (28,)),  # short: another call would cost more than it saves
     ],
 )
-def test_groups_of_heads_fill_the_gpu(heads: int, sequences: int, longest: int, expected: tuple[int, ...]) -> None:
-    assert head_groups(heads, sequences, longest, 132) == expected
+def test_groups_of_heads_fill_the_gpu(heads: int, sequences: int, max_seqlen: int, expected: tuple[int, ...]) -> None:
+    assert head_groups(heads, sequences, max_seqlen, 132) == expected
 
 
 @pytest.mark.parametrize("sms", [108, 128, 132])
@@ -369,7 +369,7 @@ def test_selective_checkpointing_saves_the_result_of_flash_attention(monkeypatch
     inputs = [torch.randn(9, heads, 8).half().requires_grad_() for heads in (4, 2, 2)]
 
     def attend(*rows: Tensor) -> Tensor:
-        return varlen_attention(*rows, packing.boundaries, packing.longest).sin()  # type: ignore[call-arg]
+        return varlen_attention(*rows, packing.cu_seqlens, packing.max_seqlen).sin()  # type: ignore[call-arg]
 
     expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
     out = checkpoint(attend, *inputs, use_reentrant=False, context_fn=lambda: selective_checkpoint_contexts(False))
@@ -393,7 +393,7 @@ def test_pytorchs_operations_take_what_they_are_given() -> None:
 def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -> None:
     inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
     packing = Packing.of(LENGTHS, 6)
-    out = varlen_attention(*inputs, packing.boundaries.to("meta"), packing.longest)
+    out = varlen_attention(*inputs, packing.cu_seqlens.to("meta"), packing.max_seqlen)
     gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
     assert out.shape == inputs[0].shape and [one.shape for one in gradients] == [one.shape for one in inputs]
 
@@ -402,7 +402,7 @@ def test_the_log_sum_of_exponentials_has_a_row_for_each_head() -> None:
     """Sinks change it, and the backward pass takes some of its rows."""
     inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
     packing = Packing.of(LENGTHS, 6)
-    out = varlen_attention(*inputs, packing.boundaries.to("meta"), packing.longest, None, 3)
+    out = varlen_attention(*inputs, packing.cu_seqlens.to("meta"), packing.max_seqlen, None, 3)
     log_sum = out.grad_fn.saved_tensors[4]  # type: ignore[union-attr]
     assert log_sum.shape == (4, 9) and log_sum.dtype == torch.float32
 
@@ -514,7 +514,7 @@ def test_a_gpus_operation_gives_what_pytorchs_function_gives_for_repeated_keys(
     packing = Packing.of(torch.tensor([1500, 700, 1, 1848], device="cuda"), 1848)
     drawn = [torch.randn(4049, count, size, device="cuda", dtype=torch.bfloat16) for count in (heads, keys, keys)]
     inputs, direction = [tensor.requires_grad_() for tensor in drawn], torch.randn_like(drawn[0])
-    bounds = (packing.boundaries, packing.boundaries, packing.longest, packing.longest)
+    bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen, packing.max_seqlen)
     with deterministic():
         result = attention_of_rows(*inputs, packing, scaling, window)
         repeated = [tensor.repeat_interleave(heads // keys, dim=1) for tensor in inputs[1:]]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,8 @@ def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
     plain = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
     tokens, lengths, mask = batch()
     with torch.no_grad():
-        result = policy.token_logprobs(tokens, lengths, mask, temperature=0.7)
-    for ours, theirs in zip(result, plain_logprobs(plain, 0.7), strict=True):
+        result = policy.token_values(tokens, lengths, mask, temperature=0.7)
+    for ours, theirs in zip(result[:2], plain_logprobs(plain, 0.7), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
@@ -97,11 +98,11 @@ def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, tra
     perturb(policy)
     tokens, lengths, mask = batch()
     with torch.no_grad():
-        reference = policy.token_logprobs(tokens, lengths, mask, 1.0, reference=True)[0]
+        reference = policy.token_values(tokens, lengths, mask, 1.0, reference=True)[0]
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 1.0)[0]
     torch.testing.assert_close(reference, expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
-        assert (policy.token_logprobs(tokens, lengths, mask, 1.0)[0] - expected).abs().max() > 0.01
+        assert (policy.token_values(tokens, lengths, mask, 1.0)[0] - expected).abs().max() > 0.01
 
 
 def test_an_engine_gets_what_was_trained_and_of_the_reference_nothing(base: Path) -> None:
@@ -128,11 +129,11 @@ def test_an_own_copy_has_the_names_and_bits_of_its_folder_and_follows_what_is_lo
     assert len(stored) == 3 * 14
     for name, tensor in stored.items():
         assert torch.equal(held[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    before = policy.token_logprobs(*tokens, 1.0)[0]
+    before = policy.token_values(*tokens, 1.0)[0]
     state = policy.base.state_dict()
     scales = {name: tensor.flip(0) for name, tensor in state.items() if name.endswith("o_proj.base_layer.weight_scale")}
     policy.base.load_state_dict(state | scales)
-    assert (policy.token_logprobs(*tokens, 1.0)[0] - before).abs().max() > 1e-3
+    assert (policy.token_values(*tokens, 1.0)[0] - before).abs().max() > 1e-3
 
 
 def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> None:
@@ -141,7 +142,7 @@ def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> N
     for folder, quantization in ((base, "nvfp4"), (dense, "none")):
         policy = make(folder, quantization=quantization)
         perturb(policy)
-        policy.token_logprobs(tokens, lengths, mask, 1.0)[0].sum().backward()
+        policy.token_values(tokens, lengths, mask, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
     assert len(gradients[0]) == 2 * 7 * 2
     for ours, theirs in zip(*gradients, strict=True):
@@ -164,7 +165,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(
         perturb(policy)
         torch.manual_seed(5)
         for _ in range(2):
-            policy.token_logprobs(tokens, lengths, mask, 1.0)[0].sum().backward()
+            policy.token_values(tokens, lengths, mask, 1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
     assert all(gradient is not None and gradient.any() for gradient in gradients[0])
     for other in gradients[1:]:
@@ -211,34 +212,37 @@ def test_refuses_a_target_that_matches_nothing(base: Path) -> None:
         make(base, lora=LoraConfig(targets=("q_proj", "query")))
 
 
-def test_refuses_unequal_global_scales_of_fused_projections(base: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(base, broken)
-    tensors = load_file(broken / "model.safetensors")
+def unequal_scales(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     tensors["model.layers.1.self_attn.k_proj.weight_global_scale"] *= 2
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="share one global scale; got .*k_proj"):
-        make(broken)
 
 
-def test_refuses_a_folder_that_lacks_a_tensor(base: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    shutil.copytree(base, broken)
-    tensors = load_file(broken / "model.safetensors")
+def no_last_norm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     del tensors["model.norm.weight"]
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lacks .*model.norm.weight"):
-        make(broken)
 
 
-def test_refuses_a_quantized_output_layer(base: Path, tmp_path: Path) -> None:
-    broken = shutil.copytree(base, tmp_path / "broken")
-    (broken / "config.json").write_text(json.dumps(read_config(base) | {"tie_word_embeddings": False}))
-    tensors = load_file(broken / "model.safetensors")
+def quantized_head(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     head = quantize_nvfp4(tensors["model.embed_tokens.weight"])
     tensors |= {f"lm_head.weight_{key}": tensor for key, tensor in head._asdict().items()}
+    config["tie_word_embeddings"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (unequal_scales, "share one global scale; got .*k_proj"),
+        (no_last_norm, "lacks .*model.norm.weight"),
+        (quantized_head, "lm_head must be in 16 bits; .*broken has it in NVFP4: .*ignore"),
+    ],
+)
+def test_refuses_a_folder_that_engine_and_trainer_would_read_differently(
+    base: Path, tmp_path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None], message: str
+) -> None:
+    broken = shutil.copytree(base, tmp_path / "broken")
+    tensors, config = load_file(broken / "model.safetensors"), read_config(base)
+    change(tensors, config)
+    (broken / "config.json").write_text(json.dumps(config))
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"lm_head must be in 16 bits; {broken} has it in NVFP4: .*ignore"):
+    with pytest.raises(UserError, match=message):
         make(broken)
 
 
@@ -263,10 +267,10 @@ def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path, tr
         perturb(policy)
     before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
     random = torch.get_rng_state()
-    said = [policy.token_logprobs(*batch(), 1.0)[0]]
+    said = [policy.token_values(*batch(), 1.0)[0]]
     for seed in (1, 2):
         with policy.perturbed(seed):
-            said.append(policy.token_logprobs(*batch(), 1.0)[0])
+            said.append(policy.token_values(*batch(), 1.0)[0])
             factors = policy.weights(0).adapter
             assert factors is not None
             spreads = [b.std().item() for _, b in factors.values()]
@@ -296,7 +300,7 @@ def test_bfloat16_policy_keeps_float32_masters(base: Path) -> None:
     policy = Policy(base, PolicyConfig(path=str(base), dtype="bfloat16", train_norms=True), CPU, seed=0)
     assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     tokens, lengths, mask = batch()
-    logprobs, entropies = policy.token_logprobs(tokens, lengths, mask, 1.0)
+    logprobs, entropies, _ = policy.token_values(tokens, lengths, mask, 1.0)
     assert logprobs.dtype == entropies.dtype == torch.float32 and logprobs.isfinite().all()
     assert AutoConfig.from_pretrained(base).vocab_size > entropies.max().exp() > 1
 
@@ -310,10 +314,10 @@ def test_packing_computes_no_padding_and_no_row_that_selects_nothing(base: Path)
         lambda module, args, output: sizes.append(args[0].shape[1])
     )
     with torch.no_grad():
-        everything = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        everything = policy.token_values(tokens, lengths, mask, 1.0)[0]
         mask[1] = False
-        without = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
-        nothing = policy.token_logprobs(tokens, lengths, torch.zeros_like(mask), 1.0)[0]
+        without = policy.token_values(tokens, lengths, mask, 1.0)[0]
+        nothing = policy.token_values(tokens, lengths, torch.zeros_like(mask), 1.0)[0]
     assert sizes == [12 + 9 + 7, 12 + 7]
     torch.testing.assert_close(without[[0, 2]], everything[[0, 2]], rtol=1e-5, atol=1e-6)
     assert not without[1].any() and not nothing.any()
@@ -329,10 +333,9 @@ def test_attention_that_its_config_has_drop_weights_drops_none(
     (folder / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.5}))
     tokens, lengths, mask = batch()
     expected, result = (
-        make(one, quantization=quantization).train().token_logprobs(tokens, lengths, mask, 1.0)
-        for one in (plain, folder)
+        make(one, quantization=quantization).train().token_values(tokens, lengths, mask, 1.0) for one in (plain, folder)
     )
-    assert all(map(torch.equal, result, expected))
+    assert all(map(torch.equal, result[:2], expected[:2]))
 
 
 def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path) -> None:
@@ -343,9 +346,9 @@ def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path)
     type(config).from_dict(config.to_dict() | settings).save_pretrained(windowed)
     tokens, lengths, mask = batch()
     with torch.no_grad():
-        result = make(windowed, quantization="none").token_logprobs(tokens, lengths, mask, 0.7)
+        result = make(windowed, quantization="none").token_values(tokens, lengths, mask, 0.7)
     model = AutoModelForCausalLM.from_pretrained(windowed, dtype=torch.float32).eval()
-    for ours, theirs in zip(result, plain_logprobs(model, 0.7), strict=True):
+    for ours, theirs in zip(result[:2], plain_logprobs(model, 0.7), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     everything = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 0.7)
     assert (result[0] - everything[0]).abs().max() > 0.01
@@ -408,7 +411,7 @@ def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> Non
     for lender in (None, shared):
         policy = Policy(base, config, CPU, seed=1, shared=lender)
         perturb(policy)
-        logprobs, _ = policy.token_logprobs(tokens, lengths, mask, 1.0)
+        logprobs, *_ = policy.token_values(tokens, lengths, mask, 1.0)
         logprobs.sum().backward()
         results.append((policy, logprobs.detach(), [p.grad for p in policy.parameters() if p.requires_grad]))
     (own, logprobs, gradients), (borrowed, borrowed_logprobs, borrowed_gradients) = results

@@ -25,8 +25,7 @@ from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Mem
 from qerl_pl.policy.adapter import LoraAdapter
 from qerl_pl.policy.full_finetuning import use_master_weights
 from qerl_pl.policy.lora import LoraSpec
-from qerl_pl.policy.micro_batches import partition_micro_batches
-from qerl_pl.policy.packed_layers import GatedMLP, use_gated_mlps
+from qerl_pl.policy.packed_layers import GatedMLP, partition_micro_batches, use_gated_mlps
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.runtime.random_state import deterministic
 
@@ -342,7 +341,7 @@ def test_modes_give_the_same_bits_on_a_gpu(
             policy = Policy(folder, config, torch.device("cuda"), seed=1).train()
             with policy.perturbed(3), deterministic():
                 torch.manual_seed(5)
-                policy.token_logprobs(*inputs, 1.0)[0].sum().backward()
+                policy.token_values(*inputs, 1.0)[0].sum().backward()
             gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
     finally:
         select_backend("torch")

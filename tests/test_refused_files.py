@@ -20,7 +20,7 @@ from qerl_pl.cli.export import take_adapter
 from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
 from qerl_pl.modules.optimizer import build_optimizer, build_schedule
-from qerl_pl.policy.saved_adapter import read_adapter
+from qerl_pl.policy.adapter import read_adapter
 from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, digest_path
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_pa
     on = {} if key is None else {key: OTHER_ADAPTERS[key]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(plain | off | on))
     save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(4, 2)}, tmp_path / "adapter_model.safetensors")
-    policy = SimpleNamespace(path=str(tmp_path), lora=SimpleNamespace())
+    policy = SimpleNamespace(path=str(tmp_path), quantization="nvfp4", lora=SimpleNamespace())
     if key is None:
         take_adapter(policy, "test", None)
         assert (policy.path, policy.adapter) == ("base", str(tmp_path))

@@ -77,7 +77,7 @@ def gap(policy: Policy, completions: list[list[Completion]], replay: bool, train
     tokens, lengths, mask, said = pad_completions(PROMPTS, completions, 0)
     routing = pad_routing(completions, tokens.shape) if replay else None
     with noisy_norms(policy, trainer):
-        found = policy.token_logprobs(tokens, lengths, mask, 1.0, routing=routing)[0]
+        found = policy.token_values(tokens, lengths, mask, 1.0, routing=routing)[0]
     return (found - said)[mask].abs().mean().item()
 
 
@@ -91,7 +91,7 @@ def own_routing(policy: Policy, completions: list[list[Completion]]) -> Tensor:
         block.route = lambda x, route=route: (chosen.append((found := route(x))[1]), found)[1]  # type: ignore[method-assign]
     try:
         with torch.no_grad():
-            policy.token_logprobs(tokens, lengths, mask, 1.0)
+            policy.token_values(tokens, lengths, mask, 1.0)
     finally:
         for block in blocks:
             del block.route
@@ -147,13 +147,13 @@ def test_gradients_are_of_the_replayed_experts_and_recomputing_changes_no_bit(
     found = {}
     for checkpointing in (False, True, "selective"):
         policy = changed(policy_of(base, gradient_checkpointing=checkpointing)).train()
-        loss = policy.token_logprobs(ids, torch.tensor([60]), mask, 1.0, routing=routing)[0].sum()
+        loss = policy.token_values(ids, torch.tensor([60]), mask, 1.0, routing=routing)[0].sum()
         # Another pass comes before the backward one, as that of a reference policy may.
-        policy.token_logprobs(ids, torch.tensor([60]), mask, 1.0)
+        policy.token_values(ids, torch.tensor([60]), mask, 1.0)
         loss.backward()
         found[checkpointing] = [p.grad for p in policy.parameters() if p.requires_grad]
     own = changed(policy_of(base)).train()
-    own.token_logprobs(ids, torch.tensor([60]), mask, 1.0)[0].sum().backward()
+    own.token_values(ids, torch.tensor([60]), mask, 1.0)[0].sum().backward()
     gradients = [p.grad for p in own.parameters() if p.requires_grad]
     assert not any(torch.equal(a, b) for a, b in zip(found[False], gradients, strict=True))  # type: ignore[arg-type]
     for other in (True, "selective"):
@@ -167,9 +167,9 @@ def test_replaying_the_routers_own_choice_changes_no_bit(bases: dict[str, Path],
     completions = [[Completion((31, 32, 33), (-1.0,) * 3, "stop")] for _ in PROMPTS]
     tokens, lengths, mask, _ = pad_completions(PROMPTS, completions, 0)
     with torch.no_grad():
-        plain = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        plain = policy.token_values(tokens, lengths, mask, 1.0)[0]
         for routing in (own_routing(policy, completions), torch.full((*tokens.shape, LAYERS, CHOSEN), -1)):
-            assert torch.equal(policy.token_logprobs(tokens, lengths, mask, 1.0, routing=routing)[0], plain)
+            assert torch.equal(policy.token_values(tokens, lengths, mask, 1.0, routing=routing)[0], plain)
 
 
 @pytest.mark.usefixtures("process_state")
@@ -178,11 +178,11 @@ def test_a_run_replays_what_its_sampler_chose(base: Path, tmp_path: Path, monkey
     route = PackedExperts.route
 
     def watched(self: PackedExperts, x: Tensor) -> tuple[Tensor, Tensor]:
-        share, chosen = route(self, x)
+        topk_weights, topk_ids = route(self, x)
         if self.training:
             assert self.replayed is not None
-            replayed.append(chosen[self.replayed[:, 0] >= 0] == self.replayed[self.replayed[:, 0] >= 0])
-        return share, chosen
+            replayed.append(topk_ids[self.replayed[:, 0] >= 0] == self.replayed[self.replayed[:, 0] >= 0])
+        return topk_weights, topk_ids
 
     monkeypatch.setattr(PackedExperts, "route", watched)
     path = written(base, tmp_path / "run", "nvfp4")
@@ -224,7 +224,7 @@ class Watched(Callback):
         policy = pl_module.policy.eval()
         with torch.no_grad():
             tokens = found.tokens, found.lengths, found.mask, found.temperature
-            own, _ = policy.token_logprobs(*tokens, routing=found.routing)
+            own, *_ = policy.token_values(*tokens, routing=found.routing)
         self.gaps.append((own - found.sampler_logprobs)[found.mask].abs().max().item())
         self.turns += [int(torch.diff(row.int(), prepend=torch.zeros(1)).eq(1).sum()) for row in found.mask]
 

@@ -45,7 +45,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor, float]:
 def learn(policy: Policy) -> tuple[Tensor, list[Tensor]]:
     """Log-probabilities of two forward passes, and the gradients of both."""
     torch.manual_seed(5)
-    both = [policy.token_logprobs(*batch())[0] for _ in range(2)]
+    both = [policy.token_values(*batch())[0] for _ in range(2)]
     for result in both:
         result.sum().backward()
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
@@ -96,7 +96,7 @@ def test_no_linear_rounds_alone_but_those_that_are_recomputed_whole(
     """Of a layer's recomputation: seven B, o's and down's A, the others' one above the other."""
     policy = make(folders, gradient_checkpointing=checkpointing)
     with AdapterCasts() as forward:
-        loss = policy.token_logprobs(*batch())[0].sum()
+        loss = policy.token_values(*batch())[0].sum()
     with AdapterCasts() as backward:
         loss.backward()
     assert (forward.count, backward.count) == (0, in_backward)
@@ -107,13 +107,13 @@ def test_nothing_computes_with_copies_of_before(folders: dict[str, Path]) -> Non
     policy = make(folders)
     linears = [module for module in policy.modules() if isinstance(module, LoraLinear)]
     x = torch.randn(3, linears[0].in_features).bfloat16()
-    before, plainly = policy.token_logprobs(*batch())[0], linears[0](x)
+    before, plainly = policy.token_values(*batch())[0], linears[0](x)
     with policy.perturbed(3):  # other weights
         with rounding_alone(policy):
-            expected = policy.token_logprobs(*batch())[0]
-        assert torch.equal(policy.token_logprobs(*batch())[0], expected) and not torch.equal(before, expected)
+            expected = policy.token_values(*batch())[0]
+        assert torch.equal(policy.token_values(*batch())[0], expected) and not torch.equal(before, expected)
         assert not torch.equal(linears[0](x), plainly)
-    assert torch.equal(policy.token_logprobs(*batch())[0], before) and torch.equal(linears[0](x), plainly)
+    assert torch.equal(policy.token_values(*batch())[0], before) and torch.equal(linears[0](x), plainly)
     with pytest.raises(ZeroDivisionError), policy.trained.low_precision_copies(torch.bfloat16):
         assert all(linear.low_precision_factors is not None for linear in linears)
         raise ZeroDivisionError

@@ -24,8 +24,7 @@ from qerl_pl.formats.nf4 import NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.families import family_of
 from qerl_pl.models.folder import TensorFiles, load_config
-from qerl_pl.policy.loading import load_base
-from qerl_pl.policy.shared_weights import check_shared_weights
+from qerl_pl.policy.loading import check_shared_weights, load_base
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 EMBEDDINGS, EXPERTS = "model.embed_tokens.weight", "model.layers.1.mlp.experts"

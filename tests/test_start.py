@@ -21,7 +21,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule
-from qerl_pl.policy.saved_adapter import read_adapter
+from qerl_pl.policy.adapter import read_adapter
 
 CPU = torch.device("cpu")
 NORMS = ["input_layernorm", "post_attention_layernorm"]
@@ -61,7 +61,7 @@ def logprobs(policy: Policy, tokens: Tensor, reference: bool = False) -> Tensor:
     mask[:, 0] = False
     lengths = torch.full((len(tokens),), tokens.shape[1])
     with torch.no_grad():
-        return policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference)[0][:, 1:]
+        return policy.token_values(tokens, lengths, mask, 1.0, reference=reference)[0][:, 1:]
 
 
 TOKENS = torch.randint(5, 300, (2, 12), generator=torch.Generator().manual_seed(3))

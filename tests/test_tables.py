@@ -283,7 +283,7 @@ columns = [
     set("abcdefgh"), {"of": set("abcdefg")},
 ]
 for column in columns:
-    print(Prompt("row", (1,), "Why?", "so", None, {"text": "a", "column": column}).identity())
+    print(Prompt("row", (1,), "Why?", "so", None, {"text": "a", "column": column}).fingerprint())
 """
 
 
@@ -314,7 +314,7 @@ def test_the_identity_of_plain_columns_is_their_text_and_what_has_none_is_refuse
     day = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
     plain = {"a": 1, "b": [0.5, None, (True, "x")], "c": {"d": b"e", "f": day.date()}, "g": Decimal("1.5"), "h": day}
     prompt = Prompt("row", (1,), "Why?", "so", None, plain)
-    assert prompt.identity() == repr(prompt)
+    assert prompt.fingerprint() == repr(prompt)
     data = TableDataModule([{**ROWS[0], "check": lambda text: text}], batch_size=1, val_size=0, tokenizer=tokenizer)
     with pytest.raises(UserError, match="check of row train-0 is <function .*; give its name as text"):
         data.setup("fit")

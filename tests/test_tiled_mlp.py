@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
-from qerl_kernels import NVFP4Weight
+from qerl_kernels import NVFP4Weight, addend_checkpoint_contexts, without_last_addend
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -16,8 +16,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy import activation_checkpointing
-from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps
-from qerl_pl.policy.tiled_mlp import leaving_out_contexts, tiled
+from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps, tiled
 from qerl_pl.toy.tokenizer import build_tokenizer
 
 LENGTHS = torch.tensor([40, 23, 57])
@@ -54,12 +53,26 @@ def test_a_recomputation_leaves_it_out_and_nothing_else() -> None:
         return 2 * piece
 
     x = torch.ones(4, 3)
-    forward, recomputation = leaving_out_contexts()
+    forward, recomputation = addend_checkpoint_contexts()
     with forward:
         assert tiled(run, x, 2, []).eq(2).all() and calls == [2, 2]
     with recomputation:
         assert tiled(run, x, 2, []).isnan().all() and calls == [2, 2]
     assert tiled(run, x, 3, []).eq(2).all() and calls == [2, 2, 2, 2]
+    with torch.no_grad(), pytest.raises(AssertionError, match="only a graph is needed"), without_last_addend():
+        tiled(run, x, 2, [])
+
+
+@pytest.mark.parametrize("norm", ["post_feedforward_layernorm", "mlp_norm", "norm"])
+def test_an_mlp_is_left_out_only_where_no_norm_follows_it(norm: str, tiny_policy_dir: Path) -> None:
+    """The family says so; a layer that has another norm contradicts it."""
+    policy = Policy(
+        tiny_policy_dir, PolicyConfig(path=str(tiny_policy_dir), quantization="none"), torch.device("cpu"), 0
+    )
+    layers = policy.base.get_decoder().layers
+    layers[1].add_module(norm, nn.Identity())
+    with pytest.raises(AssertionError, match="a norm after the MLP needs its result"):
+        activation_checkpointing.ActivationCheckpointing(policy.base, True, False, torch.float32)
 
 
 @pytest.mark.parametrize(("mode", "tile"), [(True, None), ("offload", None), (True, 50)])
@@ -108,7 +121,7 @@ def gradients(
     tokens = torch.randint(5, 300, (3, 57), generator=torch.Generator().manual_seed(3))
     mask = (torch.arange(57) >= 9) & (torch.arange(57) < LENGTHS[:, None])
     with policy.perturbed(3):
-        logprobs, _ = policy.token_logprobs(tokens, LENGTHS, mask, 1.0)
+        logprobs, *_ = policy.token_values(tokens, LENGTHS, mask, 1.0)
         logprobs.sum().backward()
     return logprobs.detach(), [p.grad for p in policy.parameters() if p.grad is not None], policy
 
@@ -171,7 +184,7 @@ def test_no_tensor_of_all_tokens_is_as_wide_as_the_mlp(wide: Path, mode: Any) ->
         held = dataclasses.replace(config, gradient_checkpointing=mode, mlp_tile_tokens=tile)
         policy = Policy(wide, held, torch.device("cpu"), seed=1).train()
         with LiveBytes() as live:
-            policy.token_logprobs(tokens, torch.tensor([1024]), torch.arange(1024)[None] > 0, 1.0)[0].sum().backward()
+            policy.token_values(tokens, torch.tensor([1024]), torch.arange(1024)[None] > 0, 1.0)[0].sum().backward()
         assert any(size >= row for size in live.at_peak) is (tile is None)
         peaks.append(live.peak)
     assert peaks[0] - peaks[1] > 4 * row  # gate, up, the gradients of both and of their product

@@ -10,10 +10,11 @@ import torch
 
 import qerl_pl.engines.vllm
 from qerl_pl.engines import EngineSpec, VLLMEngine
-from qerl_pl.engines.vllm import compat, engine
+from qerl_pl.engines.vllm import compat, engine, startup
 from qerl_pl.engines.vllm.compat import TABLE, PrivateName, check_names, missing_names
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import FORMATS, BaseFormat
+from qerl_pl.formats.base import FORMATS
+from qerl_pl.formats.base_format import DENSE, BaseFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -119,9 +120,24 @@ def test_only_bases_in_nf4_need_bitsandbytes(base_format: BaseFormat, missing: d
     if base_format.name == "nf4" and missing is LACKS:
         message = "vLLM reads NF4 by bitsandbytes; vLLM 0.30.0 lacks vllm.some.Name: install vllm 0.25.1, quantize to"
         with pytest.raises(UserError, match=message):
-            engine._check_reads(base_format, missing)
+            startup.check_reads(base_format, missing)
     else:
-        engine._check_reads(base_format, missing)
+        startup.check_reads(base_format, missing)
+
+
+@pytest.mark.parametrize("base_format", FORMATS)
+def test_vllm_runs_each_format_as_it_can(base_format: BaseFormat) -> None:
+    name, stacks = base_format.name, base_format.stack_names("x") != ("x",)
+    assert startup.runs(base_format, torch.device("cuda")) and startup.runs(DENSE, torch.device("cpu"))
+    assert startup.runs(base_format, torch.device("cpu")) == (name == "none")
+    linears = name in ("nvfp4", "mxfp4") and not stacks
+    for asked in ("marlin", "auto"):
+        assert startup.linear_backend(base_format, asked) == (asked if linears else None)
+        for share in (True, False):
+            experts = asked if linears or (stacks and share and asked == "marlin") else None
+            assert startup.moe_backend(base_format, asked, share) == experts
+    options = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"} if name == "nf4" else {}
+    assert startup.load_options(base_format) == options
 
 
 @pytest.mark.vllm
@@ -130,7 +146,7 @@ def test_an_nf4_base_is_refused_before_vllm_starts(
 ) -> None:
     quantize_checkpoint(tiny_policy_dir, tmp_path / "nf4", "nf4")
     monkeypatch.setattr(compat, "check_names", lambda device: LACKS)
-    monkeypatch.setattr(engine, "select_backend", lambda name: None)
+    monkeypatch.setattr(engine, "select_backend_of", lambda device: None)
     monkeypatch.setattr(engine.worker, "worker_class", lambda device, ranks: "worker")
     spec = EngineSpec(tmp_path / "nf4", torch.bfloat16, torch.device("cuda"), 4, ("q_proj",), 64)
     with pytest.raises(UserError, match="vLLM reads NF4 by bitsandbytes"):

@@ -9,7 +9,6 @@ from vllm_features import assert_active
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import QuantizedFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
@@ -87,7 +86,7 @@ def test_rollouts_by_the_decode_gemm_are_those_by_marlin(
     [("nvfp4", "weight_global_scale"), ("mxfp4", "weight_scale"), ("nf4", "weight.absmax")],
 )
 def test_the_trainer_takes_vllms_weights_if_they_are_the_checkpoints(
-    tiny_policy_dir: Path, tmp_path: Path, quantization: QuantizedFormat, scale: str
+    tiny_policy_dir: Path, tmp_path: Path, quantization: str, scale: str
 ) -> None:
     base = tmp_path / quantization
     quantize_checkpoint(tiny_policy_dir, base, quantization, device="cpu")

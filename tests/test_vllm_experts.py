@@ -29,7 +29,6 @@ from transformers import GptOssConfig
 
 from qerl_pl.engines.vllm.fused_experts import kernel_names, shared_experts
 from qerl_pl.errors import UserError
-from qerl_pl.formats.mxfp4 import MXFP4Format, MXFP4StacksFormat
 from qerl_pl.models.families import family_of
 
 NAME = "model.layers.0.mlp.experts"
@@ -49,8 +48,8 @@ class Method:
     def __init__(self, gate_up: Tensor, down: Tensor) -> None:
         self.gate_up, self.down = gate_up, down
 
-    def apply(self, layer: Any, x: Tensor, share: Tensor, chosen: Tensor, *shared_experts: None) -> Tensor:
-        y = mixture_reference(x.float(), share, chosen.long(), self.gate_up, self.down, silu_product)
+    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared_experts: None) -> Tensor:
+        y = mixture_reference(x.float(), topk_weights, topk_ids.long(), self.gate_up, self.down, silu_product)
         return y.to(x.dtype)
 
 
@@ -150,20 +149,20 @@ class GptOssMethod:
     def __init__(self, gate_up: Tensor, down: Tensor, alpha: float = ALPHA, above: bool = False) -> None:
         self.gate_up, self.down, self.alpha, self.above = gate_up, down, alpha, above
 
-    def apply(self, layer: Any, x: Tensor, share: Tensor, chosen: Tensor, *shared_experts: None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *shared_experts: None) -> Tensor:
         assert x.shape[1] == PADDED[0]
         plain = [torch.empty_like(bias).view(-1, 32) for bias in (layer.w13_bias, layer.w2_bias)]
         for bias, held in zip(plain, (layer.w13_bias, layer.w2_bias), strict=True):
             bias[:, BIAS_ORDER] = held.view(-1, 32)
         first, second = (bias.view(EXPERTS, -1).float() for bias in plain)
         y = torch.zeros(x.shape)
-        for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(chosen.shape[1])).tolist():
-            expert = int(chosen[token, slot])
+        for token, slot in torch.cartesian_prod(torch.arange(len(x)), torch.arange(topk_ids.shape[1])).tolist():
+            expert = int(topk_ids[token, slot])
             rows = (self.gate_up[expert] @ x[token].float() + first[expert]).bfloat16().float()
             gate, up = rows.chunk(2) if self.above else (rows[::2], rows[1::2])
             gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
             inner = ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).bfloat16().float()
-            y[token] += share[token, slot] * (self.down[expert] @ inner + second[expert])
+            y[token] += topk_weights[token, slot] * (self.down[expert] @ inner + second[expert])
         return y.to(x.dtype)
 
 
@@ -214,18 +213,31 @@ def test_the_trainer_multiplies_by_the_engines_padded_memory_as_without_padding(
     generator = torch.Generator().manual_seed(9)
     biases = ExpertBiases(*(torch.randn(EXPERTS, size, generator=generator) for size in (2 * WIDE, WIDTH)))
     x = torch.randn(20, WIDTH, generator=generator).requires_grad_()
-    share, chosen = torch.randn(20, EXPERTS, generator=generator).softmax(-1).topk(2, dim=-1)
-    share = share.detach().requires_grad_()
+    topk_weights, topk_ids = torch.randn(20, EXPERTS, generator=generator).softmax(-1).topk(2, dim=-1)
+    topk_weights = topk_weights.detach().requires_grad_()
     results = [
         mixture_of_experts(
-            x, share, chosen, gate_up, down, partial(clamped_swiglu, alpha=ALPHA, limit=LIMIT), biases, alternating=True
+            x,
+            topk_weights,
+            topk_ids,
+            gate_up,
+            down,
+            partial(clamped_swiglu, alpha=ALPHA, limit=LIMIT),
+            biases,
+            interleaved=True,
         ),
         mixture_reference(
-            x, share, chosen, *layer.plain, partial(clamped_swiglu_reference, alpha=ALPHA, limit=LIMIT), biases, True
+            x,
+            topk_weights,
+            topk_ids,
+            *layer.plain,
+            partial(clamped_swiglu_reference, alpha=ALPHA, limit=LIMIT),
+            biases,
+            True,
         ),
     ]
     direction = torch.randn(x.shape, generator=generator)
-    ours, expected = ((y, *torch.autograd.grad(y, (x, share), direction)) for y in results)
+    ours, expected = ((y, *torch.autograd.grad(y, (x, topk_weights), direction)) for y in results)
     for found, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-4 * other.abs().max().item())
 
@@ -280,11 +292,3 @@ def test_vllm_puts_padded_experts_of_gpt_oss_into_the_layout_that_the_trainer_re
 def gates_first(rows: Tensor) -> Tensor:
     """Rows [E, 2 I, ...] of interleaved gates and ups as gates above ups."""
     return torch.cat((rows[:, ::2], rows[:, 1::2]), dim=1)
-
-
-def test_published_experts_run_by_marlin_where_they_are_shared() -> None:
-    published, packed = MXFP4StacksFormat(), MXFP4Format()
-    asked = [("marlin", True), ("marlin", False), ("auto", True)]
-    assert [published.vllm_moe_backend(*each) for each in asked] == ["marlin", None, None]
-    assert [packed.vllm_moe_backend(*each) for each in asked] == ["marlin", "marlin", "auto"]
-    assert {published.vllm_linear_backend(name) for name, _ in asked} == {None}  # its linears have 16 bits

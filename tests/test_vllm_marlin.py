@@ -181,6 +181,7 @@ def test_only_full_tiles_are_shared(sizes: list[int], shared: bool, mx: bool) ->
     fused.output_partition_sizes = sizes
     model: Any = nn.Module()
     model.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    model.config = SimpleNamespace(model_type="qwen2")
 
     class Worker(PolicyWorker):
         _qerl_family = family_of("qwen3")

@@ -74,7 +74,7 @@ def random_weight(shape: tuple[int, int], device: str) -> torch.Tensor:
 
 def bench_weights(sizes: Sizes, bandwidth: float) -> Iterator[Row]:
     """Dequantize from each layout, and quantize."""
-    from qerl_kernels import marlin, ops, reference
+    from qerl_kernels import frozen_weights, marlin, reference
 
     for name, shape in sizes.layers.items():
         weight = random_weight(shape, sizes.device)
@@ -83,28 +83,28 @@ def bench_weights(sizes: Sizes, bandwidth: float) -> Iterator[Row]:
             (
                 "dequantize, compressed-tensors layout",
                 NVFP4_BYTES + 2,
-                lambda packed, scale, _: ops.dequantize_nvfp4_unscaled(packed, scale, BF16),
+                lambda packed, scale, _: frozen_weights.dequantize_nvfp4_unscaled(packed, scale, BF16),
                 lambda *tensors: reference.dequantize_nvfp4(*tensors, BF16),
                 nv,
             ),
             (
                 "dequantize, Marlin layout",
                 NVFP4_BYTES + 2,
-                lambda words, scale, _: ops.dequantize_marlin(words, scale, BF16),
+                lambda words, scale, _: frozen_weights.dequantize_marlin(words, scale, BF16),
                 lambda words, scale, _: marlin.dequantize_marlin(words, scale, BF16),
                 marlin.to_marlin(nv),
             ),
             (
                 "dequantize MXFP4, compressed-tensors layout",
                 MXFP4_BYTES + 2,
-                lambda packed, scale: ops.dequantize_mxfp4(packed, scale, BF16),
+                lambda packed, scale: frozen_weights.dequantize_mxfp4(packed, scale, BF16),
                 lambda packed, scale: reference.dequantize_mxfp4(packed, scale, BF16),
                 mx,
             ),
             (
                 "dequantize MXFP4, Marlin layout",
                 MXFP4_BYTES + 2,
-                lambda words, scale: ops.dequantize_marlin(words, scale, BF16, mx=True),
+                lambda words, scale: frozen_weights.dequantize_marlin(words, scale, BF16, mx=True),
                 lambda words, scale: marlin.dequantize_marlin(words, scale, BF16, mx=True),
                 marlin.to_marlin(mx)[:2],
             ),

@@ -3,9 +3,15 @@
 `reference` holds plain PyTorch versions; `select_backend` selects PyTorch or Triton for all ops.
 """
 
-from qerl_kernels.activation import clamped_swiglu, clamped_swiglu_reference, gelu_tanh_product, silu_product
 from qerl_kernels.attention import varlen_attention
-from qerl_kernels.backend import Backend, select_backend, selected_backend, triton_available
+from qerl_kernels.backend import (
+    Backend,
+    backend_for,
+    select_backend,
+    select_backend_of,
+    selected_backend,
+    triton_available,
+)
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
     decode_gemm_linear,
@@ -13,14 +19,33 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_sizes,
     decode_gemm_supported,
 )
-from qerl_kernels.divergence import chunked_reverse_kl
 from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
-from qerl_kernels.frozen_weights import DenseWeight, FrozenWeight, MarlinRows, MXFP4Weight, NVFP4Weight
+from qerl_kernels.frozen_weights import (
+    DenseStack,
+    DenseWeight,
+    FrozenWeight,
+    MarlinRows,
+    MarlinStack,
+    MXFP4Stack,
+    MXFP4Weight,
+    NVFP4Stack,
+    NVFP4Weight,
+    StackedWeight,
+    dequantize_marlin,
+    dequantize_mxfp4,
+    dequantize_nvfp4_unscaled,
+)
 from qerl_kernels.linear import AdaptedWeight, LoraFactors, frozen_linear, frozen_linears
-from qerl_kernels.logprob import chunked_token_logprobs
+from qerl_kernels.logprob import chunked_reverse_kl, chunked_token_logprobs
 from qerl_kernels.marlin import MarlinTensor, marlin_alpha
-from qerl_kernels.norm import rms_norm
-from qerl_kernels.ops import dequantize_marlin, dequantize_mxfp4, dequantize_nvfp4_unscaled
+from qerl_kernels.pointwise import (
+    clamped_swiglu,
+    clamped_swiglu_reference,
+    gelu_tanh_product,
+    rms_norm,
+    rotary,
+    silu_product,
+)
 from qerl_kernels.reference import (
     MXFP4Tensor,
     NVFP4Tensor,
@@ -29,24 +54,26 @@ from qerl_kernels.reference import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
-from qerl_kernels.rope import rotary
 from qerl_kernels.sampling import sample_tokens
 from qerl_kernels.selective_checkpointing import (
-    graph_only,
+    addend_checkpoint_contexts,
+    last_addend,
+    leaves_out_last_addend,
     selective_checkpoint_contexts,
+    without_last_addend,
     without_saving_products,
 )
-from qerl_kernels.stacked_weights import DenseStack, MarlinStack, MXFP4Stack, NVFP4Stack, StackedWeight
 
 __all__ = [
-    "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases",
-    "FrozenWeight", "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows",
-    "MarlinStack", "MarlinTensor", "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "chunked_reverse_kl",
-    "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference", "decode_gemm_linear",
-    "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported", "dequantize_marlin",
-    "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear", "frozen_linears",
-    "gelu_tanh_product", "graph_only", "marlin_alpha", "mixture_of_experts", "mixture_reference",
-    "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm", "rotary", "sample_tokens",
-    "select_backend", "selected_backend", "selective_checkpoint_contexts", "silu_product", "triton_available",
-    "varlen_attention", "without_saving_products",
+    "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases", "FrozenWeight",
+    "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack", "MarlinTensor",
+    "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "addend_checkpoint_contexts", "backend_for",
+    "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference",
+    "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported",
+    "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear",
+    "frozen_linears", "gelu_tanh_product", "last_addend", "leaves_out_last_addend", "marlin_alpha",
+    "mixture_of_experts", "mixture_reference", "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm",
+    "rotary", "sample_tokens", "select_backend", "select_backend_of", "selected_backend",
+    "selective_checkpoint_contexts", "silu_product", "triton_available", "varlen_attention", "without_last_addend",
+    "without_saving_products",
 ]  # fmt: skip

@@ -24,8 +24,8 @@ def varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     scale: float | None = None,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -39,8 +39,8 @@ def varlen_attention(
         query: [S, heads, head size], bfloat16 or float16.
         key: [S, key-value heads, head size].
         value: As `key`.
-        boundaries: Cumulative lengths of the B sequences, int32 [B + 1].
-        longest: Tokens of the longest.
+        cu_seqlens: Cumulative lengths of the B sequences, int32 [B + 1].
+        max_seqlen: Tokens of the longest.
         scale: Softmax scale; by default 1 / sqrt(head size).
         window: Tokens that each attends to, itself included; None for full causal attention.
         sinks: A score of each head [heads] that takes part in the softmax and has no value; frozen. None for none.
@@ -48,11 +48,11 @@ def varlen_attention(
     Returns:
         [S, heads, head size].
     """
-    result: Tensor = _VarlenAttention.apply(query, key, value, sinks, boundaries, longest, scale, window)
+    result: Tensor = _VarlenAttention.apply(query, key, value, sinks, cu_seqlens, max_seqlen, scale, window)
     return result
 
 
-def head_groups(heads: int, sequences: int, longest: int, sms: int) -> tuple[int, ...]:
+def head_groups(heads: int, sequences: int, max_seqlen: int, sms: int) -> tuple[int, ...]:
     """Heads of each call of the deterministic backward pass, so that calls fill the GPU.
 
     The operation gives each sequence and head as many CTAs as occupy all SMs, rounded up, and each CTA every so-manieth
@@ -63,10 +63,10 @@ def head_groups(heads: int, sequences: int, longest: int, sms: int) -> tuple[int
     Args:
         heads: Of the queries.
         sequences: Packed ones.
-        longest: Tokens of the longest.
+        max_seqlen: Tokens of the longest.
         sms: Streaming multiprocessors of the GPU.
     """
-    return _head_groups(heads, sequences, -(-longest // KEY_BLOCK), sms)
+    return _head_groups(heads, sequences, -(-max_seqlen // KEY_BLOCK), sms)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,8 +104,8 @@ class _VarlenAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        boundaries: Tensor,
-        longest: int,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
         scale: float | None,
         window: int | None,
     ) -> Tensor:
@@ -113,14 +113,14 @@ class _VarlenAttention(torch.autograd.Function):
         rows = [tensor.contiguous() for tensor in (query, key, value)]
         left = -1 if window is None else window - 1
         no_dropout, causal, no_debugging = 0.0, window is None, False
-        ctx.arguments = (boundaries, boundaries, longest, longest, no_dropout, causal)
+        ctx.arguments = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, no_dropout, causal)
         ctx.options = {"scale": scale, "window_size_left": left, "window_size_right": 0}
         ctx.version_4 = flash_attention_4.available(query.device, query.shape[2])
 
         def attend() -> tuple[Tensor, ...]:
             random: Sequence[Tensor] = ()  # state of the dropout that PyTorch's backward pass takes
             if ctx.version_4:
-                out, log_sum = flash_attention_4.forward(rows[0], rows[1], rows[2], boundaries, longest, scale, left)
+                out, log_sum = flash_attention_4.forward(rows[0], rows[1], rows[2], cu_seqlens, max_seqlen, scale, left)
             else:
                 flash_attention = torch.ops.aten._flash_attention_forward
                 out, log_sum, *random, _ = flash_attention(*rows, *ctx.arguments, no_debugging, **ctx.options)
@@ -138,15 +138,15 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum, *random = ctx.saved_tensors
-        boundaries, longest, heads = ctx.arguments[0], ctx.arguments[2], query.shape[1]
+        cu_seqlens, max_seqlen, heads = ctx.arguments[0], ctx.arguments[2], query.shape[1]
         if ctx.version_4:
-            tensors = (grad.contiguous(), query, key, value, out, log_sum, boundaries, longest)
+            tensors = (grad.contiguous(), query, key, value, out, log_sum, cu_seqlens, max_seqlen)
             options = (ctx.options["scale"], ctx.options["window_size_left"])
             return *flash_attention_4.backward(*tensors, *options), None, None, None, None, None
         groups: tuple[int, ...] = (heads,)
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
-            groups = head_groups(heads, len(boundaries) - 1, longest, _sms(query.device))
+            groups = head_groups(heads, len(cu_seqlens) - 1, max_seqlen, _sms(query.device))
 
         def gradients(query: Tensor, key: Tensor, value: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
             tensors = (grad[:, part], query, key, value, out[:, part], log_sum[part])

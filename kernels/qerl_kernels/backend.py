@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -46,6 +48,27 @@ def select_backend(name: Backend) -> None:
 def selected_backend() -> Backend:
     """The selected backend."""
     return _selected
+
+
+def select_backend_of(device: torch.device) -> None:
+    """Select Triton for a run on a GPU; on another device the selection stays.
+
+    Raises:
+        RuntimeError: As `select_backend`.
+    """
+    if device.type == "cuda":
+        select_backend("triton")
+
+
+@contextmanager
+def backend_for(device: torch.device) -> Iterator[None]:
+    """Inside the block ops run on Triton if `device` is a GPU and has it, else on plain PyTorch."""
+    before = _selected
+    select_backend("triton" if device.type == "cuda" and triton_available() else "torch")
+    try:
+        yield
+    finally:
+        select_backend(before)
 
 
 def runs_triton(tensor: Tensor) -> bool:

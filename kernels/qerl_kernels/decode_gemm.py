@@ -1,7 +1,6 @@
 """Linear layer with LoRA on an NVFP4 weight in Marlin's layout, for the few tokens of a decode step.
 
-One PyTorch operator, opaque to torch.compile, with a dynamic number of tokens. It rounds where the trainer does: the
-base product to bfloat16, then the sum with the adapter's.
+It rounds where the trainer does: the base product to bfloat16, then the sum with the adapter's.
 """
 
 import functools
@@ -10,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qerl_kernels import ops
 from qerl_kernels.backend import interpreting, runs_triton
-from qerl_kernels.marlin import MarlinTensor, marlin_alpha
+from qerl_kernels.frozen_weights import MarlinRows
+from qerl_kernels.linear import LoraFactors, frozen_linear
+from qerl_kernels.marlin import MarlinTensor
 
 DECODE_GEMM_MAX_TOKENS = 1024
 """Default limit of engines; the kernels take any number. Rollouts were measured up to it."""
@@ -42,9 +42,11 @@ def decode_gemm_linear(
     Returns:
         bfloat16 [tokens, N].
     """
-    if torch.compiler.is_compiling():
-        return torch.ops.qerl.decode_gemm_linear(x, *weight, bias, a, b, list(starts))
-    return _decode_gemm_linear(x, *weight, bias, a, b, starts)
+    if x.dtype != torch.bfloat16 or not decode_gemm_supported(weight):
+        return decode_gemm_linear_reference(x, weight, bias, a, b)
+    from qerl_kernels import triton_decode_gemm
+
+    return triton_decode_gemm.decode_gemm_linear(x.contiguous(), weight, bias, a, b, starts)
 
 
 def decode_gemm_supported(weight: MarlinTensor) -> bool:
@@ -65,46 +67,10 @@ def decode_gemm_linear_reference(
     x: Tensor, weight: MarlinTensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None
 ) -> Tensor:
     """`decode_gemm_linear` in plain PyTorch: dequantize, then three products. Synchronizes with the device."""
-    dense = ops.dequantize_marlin(weight.weight, weight.scale, x.dtype, mx=weight.global_scale is None)
-    alpha = marlin_alpha(weight.global_scale)
-    if bias is None:
-        y = torch.addmm(x.new_empty(1), x, dense.t(), beta=0, alpha=alpha)
-    else:
-        y = torch.addmm(bias.to(x.dtype), x, dense.t(), alpha=alpha)
-    return y if a is None or b is None else y.addmm_(x @ a.t(), b.t())
+    lora = None if a is None or b is None else LoraFactors(a, b, 1.0)
+    return frozen_linear(x, MarlinRows(weight), bias, lora)
 
 
 @functools.cache
 def _hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
-
-
-def _decode_gemm_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
-    starts: Sequence[int],
-) -> Tensor:
-    tensor = MarlinTensor(weight, scale, global_scale)
-    if x.dtype != torch.bfloat16 or not decode_gemm_supported(tensor):
-        return decode_gemm_linear_reference(x, tensor, bias, a, b)
-    from qerl_kernels import triton_decode_gemm
-
-    return triton_decode_gemm.decode_gemm_linear(x.contiguous(), tensor, bias, a, b, starts)
-
-
-def _fake(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty((x.shape[0], weight.shape[1] // 2))
-
-
-_library = torch.library.Library("qerl", "FRAGMENT")
-_library.define(
-    "decode_gemm_linear(Tensor x, Tensor weight, Tensor scale, Tensor? global_scale, Tensor? bias, "
-    "Tensor? a, Tensor? b, int[] starts) -> Tensor"
-)
-_library.impl("decode_gemm_linear", _decode_gemm_linear, "CompositeExplicitAutograd")
-torch.library.register_fake("qerl::decode_gemm_linear", _fake, lib=_library)

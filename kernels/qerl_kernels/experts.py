@@ -1,4 +1,4 @@
-"""A mixture of frozen experts: tokens sorted by expert, dequantization of a group of experts, one grouped product.
+"""A mixture of frozen experts: tokens sorted by expert, dequantization of a group of experts, one grouped GEMM.
 
 The dense weights of a group live as long as its product and are dequantized again in backward, which gives gradients to
 the input and the top-k weights.
@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from qerl_kernels.backend import runs_triton
+from qerl_kernels.frozen_weights import StackedWeight
 from qerl_kernels.selective_checkpointing import computes_graph_only, save_products
-from qerl_kernels.stacked_weights import StackedWeight
 
-Product = Callable[[Tensor, Tensor], Tensor]
+Activation = Callable[[Tensor, Tensor], Tensor]
 """act(gate) * up."""
 
 GROUP_BYTES = 2**28
@@ -39,9 +39,9 @@ def mixture_reference(
     topk_ids: Tensor,
     gate_up: Tensor,
     down: Tensor,
-    product: Product,
+    activation: Activation,
     biases: ExpertBiases | None = None,
-    alternating: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:
     """`mixture_of_experts` in plain PyTorch, by dense weights gate_up [E, 2 I, D] and down [E, D, I]."""
     out = torch.zeros_like(x)
@@ -50,8 +50,8 @@ def mixture_reference(
         tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
         rows = x[tokens]
         hidden = functional.linear(rows, gate_up[expert], bias)
-        inner = product(*_gates_and_ups(hidden, alternating))
-        y = functional.linear(inner, down[expert], last_bias)
+        intermediate = activation(*_gates_and_ups(hidden, interleaved))
+        y = functional.linear(intermediate, down[expert], last_bias)
         out = out.index_add(0, tokens, (topk_weights[tokens, slots, None] * y).to(x.dtype))
     return out
 
@@ -62,11 +62,11 @@ def mixture_of_experts(
     topk_ids: Tensor,
     gate_up: StackedWeight,
     down: StackedWeight,
-    product: Product,
+    activation: Activation,
     biases: ExpertBiases | None = None,
-    alternating: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:
-    """Sum over each token's experts e of topk_weights * down_e(product(gate_e(x), up_e(x))).
+    """Sum over each token's experts e of topk_weights * down_e(activation(gate_e(x), up_e(x))).
 
     Args:
         x: [S, D], bfloat16 or float32; the products are computed in its dtype, the sum in float32.
@@ -74,25 +74,25 @@ def mixture_of_experts(
         topk_ids: Those experts, int64 [S, k].
         gate_up: Gates above ups, [2 I, D] each.
         down: [D, I] each.
-        product: act(gate) * up.
+        activation: act(gate) * up.
         biases: Of both, frozen; None where there are none.
-        alternating: Rows of gates and ups are interleaved, a gate first, as gpt-oss stores them.
+        interleaved: Rows of gates and ups are interleaved, a gate first, as gpt-oss stores them.
 
     Returns:
         [S, D] in x's dtype. The sum's order is that of `topk_ids`, so that a run repeats bit for bit.
     """
-    return _Mixture.apply(x, topk_weights, topk_ids, gate_up, down, product, biases, alternating)
+    return _Mixture.apply(x, topk_weights, topk_ids, gate_up, down, activation, biases, interleaved)
 
 
-def _gates_and_ups(hidden: Tensor, alternating: bool) -> tuple[Tensor, Tensor]:
+def _gates_and_ups(hidden: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     """Views of rows [R, 2 I]."""
-    gate, up = (hidden[..., ::2], hidden[..., 1::2]) if alternating else hidden.chunk(2, dim=-1)
+    gate, up = (hidden[..., ::2], hidden[..., 1::2]) if interleaved else hidden.chunk(2, dim=-1)
     return gate, up
 
 
-def _as_rows(gate: Tensor, up: Tensor, alternating: bool) -> Tensor:
+def _as_rows(gate: Tensor, up: Tensor, interleaved: bool) -> Tensor:
     """Inverse of `_gates_and_ups`."""
-    return torch.stack((gate, up), dim=-1).flatten(-2) if alternating else torch.cat((gate, up), dim=-1)
+    return torch.stack((gate, up), dim=-1).flatten(-2) if interleaved else torch.cat((gate, up), dim=-1)
 
 
 def _add_biases(rows: Tensor, bounds: Sequence[int], biases: Tensor) -> None:
@@ -101,7 +101,7 @@ def _add_biases(rows: Tensor, bounds: Sequence[int], biases: Tensor) -> None:
         rows[start:stop] += bias
 
 
-def grouped_product(
+def grouped_gemm(
     rows: Tensor,
     stops: Tensor,
     bounds: Sequence[int],
@@ -159,11 +159,11 @@ def _by_groups(
         if start < stop:
             dense = weight.dense(first, last, rows.dtype)
             right = dense if back else dense.transpose(-2, -1)
-            product = torch._grouped_mm(rows[start:stop], right, offs=stops[first:last] - start)
+            result = torch._grouped_mm(rows[start:stop], right, offs=stops[first:last] - start)
             if factor is None:
-                out[start:stop] = product
+                out[start:stop] = result
             else:
-                _scale_into(out[start:stop], product, factor[start:stop])
+                _scale_into(out[start:stop], result, factor[start:stop])
     return out
 
 
@@ -176,9 +176,9 @@ class _Mixture(torch.autograd.Function):
         topk_ids: Tensor,
         gate_up: StackedWeight,
         down: StackedWeight,
-        product: Product,
+        activation: Activation,
         biases: ExpertBiases | None,
-        alternating: bool,
+        interleaved: bool,
     ) -> Tensor:
         count = topk_ids.shape[1]
         sorted_experts, order = topk_ids.flatten().to(torch.int16).sort(stable=True)  # a quarter of int64's passes
@@ -189,7 +189,7 @@ class _Mixture(torch.autograd.Function):
 
         def first() -> tuple[Tensor, ...]:
             rows = x[order // count]
-            result = grouped_product(rows, stops, bounds, gate_up, back=False, factor=gate_alpha)
+            result = grouped_gemm(rows, stops, bounds, gate_up, back=False, factor=gate_alpha)
             if biases is not None:
                 _add_biases(result, bounds, biases.gate_up)
             return (result,)
@@ -199,9 +199,9 @@ class _Mixture(torch.autograd.Function):
         def second() -> tuple[Tensor, ...]:
             if computes_graph_only():
                 return (x.new_full((), torch.nan).expand(x.shape),)
-            inner = product(*_gates_and_ups(hidden, alternating))
+            intermediate = activation(*_gates_and_ups(hidden, interleaved))
             before_sum = None if biases is None else down_alpha
-            y = grouped_product(inner, stops, bounds, down, back=False, factor=before_sum)
+            y = grouped_gemm(intermediate, stops, bounds, down, back=False, factor=before_sum)
             rows = topk_weights.flatten()[order, None]
             if down_alpha is not None and before_sum is None:
                 rows = rows * down_alpha
@@ -211,8 +211,8 @@ class _Mixture(torch.autograd.Function):
 
         (out,) = save_products(second)
         ctx.save_for_backward(topk_weights, hidden, order, stops, None if biases is None else topk_ids)
-        ctx.bounds, ctx.weights, ctx.product, ctx.alphas = bounds, (gate_up, down), product, (gate_alpha, down_alpha)
-        ctx.biases, ctx.alternating = biases, alternating
+        ctx.bounds, ctx.weights, ctx.alphas = bounds, (gate_up, down), (gate_alpha, down_alpha)
+        ctx.activation, ctx.biases, ctx.interleaved = activation, biases, interleaved
         return out
 
     @staticmethod
@@ -221,14 +221,14 @@ class _Mixture(torch.autograd.Function):
         topk_weights, hidden, order, stops, topk_ids = ctx.saved_tensors
         (gate_up, down), (gate_alpha, down_alpha), count = ctx.weights, ctx.alphas, topk_weights.shape[1]
         with torch.enable_grad():
-            gate, up = (part.detach().requires_grad_() for part in _gates_and_ups(hidden, ctx.alternating))
-            inner = ctx.product(gate, up)
+            gate, up = (part.detach().requires_grad_() for part in _gates_and_ups(hidden, ctx.interleaved))
+            intermediate = ctx.activation(gate, up)
         factor = topk_weights.flatten()[order, None]
         # Alpha and the top-k weights follow, in float32.
-        of_inner = grouped_product(grad[order // count], stops, ctx.bounds, down, back=True)
+        of_intermediate = grouped_gemm(grad[order // count], stops, ctx.bounds, down, back=True)
         if down_alpha is not None:
             factor = factor * down_alpha
-        products = _scale_rows(of_inner, factor, inner.detach())
+        products = _scale_rows(of_intermediate, factor, intermediate.detach())
         of_weights = None
         if ctx.needs_input_grad[1]:
             products = products if down_alpha is None else products * down_alpha
@@ -238,9 +238,9 @@ class _Mixture(torch.autograd.Function):
                 of_weights += (grad.float() @ ctx.biases.down.float().t()).gather(1, topk_ids)
         if not ctx.needs_input_grad[0]:
             return None, of_weights, *[None] * 6
-        of_gate, of_up = torch.autograd.grad(inner, (gate, up), of_inner)
-        of_hidden = _as_rows(of_gate, of_up, ctx.alternating)
-        of_rows = grouped_product(of_hidden, stops, ctx.bounds, gate_up, back=True)
+        of_gate, of_up = torch.autograd.grad(intermediate, (gate, up), of_intermediate)
+        of_hidden = _as_rows(of_gate, of_up, ctx.interleaved)
+        of_rows = grouped_gemm(of_hidden, stops, ctx.bounds, gate_up, back=True)
         return _sum_of_rows(of_rows, gate_alpha, order, count), of_weights, *[None] * 6
 
 

@@ -45,12 +45,12 @@ def available(device: torch.device, head_size: int) -> bool:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, longest: int, scale: float | None, left: int
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float | None, left: int
 ) -> tuple[Tensor, Tensor]:
     """Causal attention within each packed sequence.
 
     Args:
-        query: query, key, value, boundaries, longest and scale are those of `qerl_kernels.varlen_attention`.
+        query: query, key, value, cu_seqlens, max_seqlen and scale are those of `qerl_kernels.varlen_attention`.
         left: Tokens before its own that each attends to; -1 for all.
 
     Returns:
@@ -59,7 +59,7 @@ def forward(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     rows = (tensor.detach() for tensor in (query, key, value))
-    out, log_sum, *_ = _flash_attn_fwd(*rows, **_options(boundaries, longest, scale, left), return_lse=True)
+    out, log_sum, *_ = _flash_attn_fwd(*rows, **_options(cu_seqlens, max_seqlen, scale, left), return_lse=True)
     return out, log_sum
 
 
@@ -70,8 +70,8 @@ def backward(
     value: Tensor,
     out: Tensor,
     log_sum: Tensor,
-    boundaries: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
     scale: float | None,
     left: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +79,7 @@ def backward(
 
     Args:
         grad: Of the result, [S, heads, head size].
-        query: query, key, value, boundaries, longest, scale and left are those of `forward`.
+        query: query, key, value, cu_seqlens, max_seqlen, scale and left are those of `forward`.
         out: Its result.
         log_sum: Its second result.
     """
@@ -92,18 +92,18 @@ def backward(
         out,
         grad,
         log_sum,
-        **_options(boundaries, longest, scale, left),
+        **_options(cu_seqlens, max_seqlen, scale, left),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return of_query, of_key, of_value
 
 
-def _options(boundaries: Tensor, longest: int, scale: float | None, left: int) -> dict[str, Any]:
+def _options(cu_seqlens: Tensor, max_seqlen: int, scale: float | None, left: int) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": boundaries,
-        "cu_seqlens_k": boundaries,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen,
+        "max_seqlen_k": max_seqlen,
         "softmax_scale": scale,
         "causal": left < 0,
         "window_size_left": None if left < 0 else left,

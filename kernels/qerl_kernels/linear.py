@@ -88,18 +88,10 @@ def _no_bias(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=dtype, device=device)
 
 
-def _product(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
+def _gemm(x: Tensor, weight: Tensor, alpha: float, bias: Tensor | None) -> Tensor:
     if bias is None:
-        empty = x.new_empty(1) if torch.compiler.is_compiling() else _no_bias(x.dtype, x.device)
-        return torch.addmm(empty, x, weight, beta=0, alpha=alpha)
+        return torch.addmm(_no_bias(x.dtype, x.device), x, weight, beta=0, alpha=alpha)
     return torch.addmm(bias.to(x.dtype), x, weight, alpha=alpha)
-
-
-def _add_product(y: Tensor, x: Tensor, weight: Tensor, alpha: float) -> Tensor:
-    """y + alpha * x weight, into y's memory."""
-    if torch.compiler.is_compiling():  # PyTorch 2.11 loses the input's gradient there if y changes in place
-        return torch.addmm(y, x, weight, alpha=alpha)
-    return y.addmm_(x, weight, alpha=alpha)
 
 
 class _FrozenLinear(torch.autograd.Function):
@@ -108,14 +100,14 @@ class _FrozenLinear(torch.autograd.Function):
         ctx.dense, ctx.alpha = dense, alpha
         if computes_graph_only():
             return x.new_full((), torch.nan).expand(*x.shape[:-1], rows)
-        return _shaped(save_products(lambda: (_product(_flat(x), dense(x.dtype).t(), alpha, bias),))[0], x)
+        return _shaped(save_products(lambda: (_gemm(_flat(x), dense(x.dtype).t(), alpha, bias),))[0], x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _shaped(_product(_flat(grad), ctx.dense(grad.dtype), ctx.alpha, None), grad)
+            dx = _shaped(_gemm(_flat(grad), ctx.dense(grad.dtype), ctx.alpha, None), grad)
         return dx, None, None, None, None
 
 
@@ -145,8 +137,8 @@ class _FrozenLoraLinears(torch.autograd.Function):
                 return *(nothing.expand(len(flat), len(b)) for b in low_b), hidden, low_a, *low_b
             results = []
             for (dense, alpha, bias, scaling), b, own in zip(frozen, low_b, _split(hidden, ranks, 1), strict=True):
-                y = _product(flat, dense(x.dtype).t(), alpha, bias)
-                results.append(_add_product(y, own, b.t(), scaling))
+                y = _gemm(flat, dense(x.dtype).t(), alpha, bias)
+                results.append(y.addmm_(own, b.t(), alpha=scaling))
             return *results, hidden, low_a, *low_b
 
         saved = save_products(products)
@@ -164,17 +156,17 @@ class _FrozenLoraLinears(torch.autograd.Function):
         dx, count_a = None, len(ctx.rows)
         if ctx.needs_input_grad[0] or any(needed[:count_a]):
             expands = zip(flat, b, frozen, strict=True)
-            inner = _cat([_product(g, low, scaling, None) for g, low, (*_, scaling) in expands], 1)
+            inner = _cat([_gemm(g, low, scaling, None) for g, low, (*_, scaling) in expands], 1)
         if ctx.needs_input_grad[0]:
             dx = torch.mm(inner, a)
             # Last to first, as autograd visits them: of q, k and v the largest is then added, and rounded, last.
             for g, (dense, alpha, _, _) in zip(flat[::-1], frozen[::-1], strict=True):
-                dx = _add_product(dx, g, dense(x.dtype), alpha)
+                dx.addmm_(g, dense(x.dtype), alpha=alpha)
             dx = _shaped(dx, grads[0])
         if any(needed[:count_a]):
             gradients[:count_a] = _split(torch.mm(inner.t(), x).to(ctx.dtypes[0]), ctx.rows, 0)
         for index, (g, own) in enumerate(zip(flat, _split(hidden, ctx.ranks, 1), strict=True)):
             if needed[count_a + index]:
-                db = _product(g.t(), own, frozen[index][3], None)
+                db = _gemm(g.t(), own, frozen[index][3], None)
                 gradients[count_a + index] = db.to(ctx.dtypes[count_a + index])
         return dx, None, *gradients

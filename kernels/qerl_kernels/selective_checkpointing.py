@@ -1,4 +1,4 @@
-"""Selective activation checkpointing of the linear layers' products: a block's recomputation does all else.
+"""What a checkpointed block need not compute again: saved products of linears, and the last addend of its sum.
 
 A linear layer's product is most of a decoder layer's work, and what follows it (norms, activation, rotation) is cheap.
 The forward pass of a checkpointed block saves its products; the recomputation returns them in the same order and frees
@@ -7,11 +7,15 @@ them.
 PyTorch's `create_selective_checkpoint_contexts` chooses among single operators and costs more here: the recomputation
 would dequantize the weight again, for that is no product; an output that the adapter's product was added to in place is
 refused as mutated; a block's last product would be saved or computed again; and a graph has one backward pass only.
+
+A block whose result is a sum x + f(x) needs no values of f(x) in its recomputation: no gradient depends on them. f's
+last linear, or mixture of experts, then saves what its backward pass needs and returns NaN: were the value ever used,
+the gradient would not be a number.
 """
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ Products = tuple[Tensor, ...]
 
 class _Thread(threading.local):  # backward passes run in threads of their own
     context: "_Context | None" = None
+    leaves_out_addend: bool = False
     graph_only: bool = False
 
 
@@ -99,14 +104,37 @@ def save_products(compute: Callable[[], Products]) -> Products:
     return compute() if _thread.context is None else _thread.context.run(compute)
 
 
-@contextmanager
-def graph_only() -> Iterator[None]:
-    """Inside the block a frozen linear's product is left out, and a mixture of experts' second one.
+def addend_checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of a block's forward pass and of its recomputation, which leaves the last addend out (`context_fn`).
 
-    What their backward passes need is computed and saved. For a recomputation whose result no gradient needs. Were it
-    ever otherwise, the gradient would not be a number.
+    The block must be a sum whose last addend is computed in `last_addend`.
     """
-    outer, _thread.graph_only = _thread.graph_only, True
+    return nullcontext(), without_last_addend()
+
+
+@contextmanager
+def without_last_addend() -> Iterator[None]:
+    """Inside the block, a recomputation, what is computed in `last_addend` is left out.
+
+    Its values would be lost outside of a recomputation, which builds a graph for the backward pass.
+    """
+    assert torch.is_grad_enabled(), "only a graph is needed of what is left out"
+    outer, _thread.leaves_out_addend = _thread.leaves_out_addend, True
+    try:
+        yield
+    finally:
+        _thread.leaves_out_addend = outer
+
+
+def leaves_out_last_addend() -> bool:
+    """Whether this thread is in a recomputation that does not need the last addend."""
+    return _thread.leaves_out_addend
+
+
+@contextmanager
+def last_addend() -> Iterator[None]:
+    """Around the frozen linear, or mixture of experts, whose result is a block's last addend."""
+    outer, _thread.graph_only = _thread.graph_only, _thread.leaves_out_addend
     try:
         yield
     finally:
@@ -114,5 +142,5 @@ def graph_only() -> Iterator[None]:
 
 
 def computes_graph_only() -> bool:
-    """Whether this thread is inside `graph_only`."""
+    """Whether this thread computes a last addend that is not needed: a frozen linear's product is left out then."""
     return _thread.graph_only

@@ -1,4 +1,4 @@
-"""Triton kernels over a chunk of logits: log-probability and entropy, and their gradient in place."""
+"""Triton kernels over chunks of logits: log-probability and entropy, or reverse KL divergence; gradients in place."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
@@ -79,3 +79,78 @@ def gradient_(
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
     _logprob_backward_kernel[grid](logits, *rows, temperature, logits.shape[1], BLOCK=BLOCK, num_warps=WARPS)
     return logits
+
+
+@triton.jit
+def _divergence_kernel(
+    policy, teacher, kl, lse, teacher_lse, temperature, vocabulary: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    base, teacher_base = policy + row.to(tl.int64) * vocabulary, teacher + row.to(tl.int64) * vocabulary
+    top = tl.full((), float("-inf"), tl.float32)
+    teacher_top = tl.full((), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    teacher_mass = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        z = tl.load(base + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        y = tl.load(teacher_base + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        new, teacher_new = tl.maximum(top, tl.max(z, axis=0)), tl.maximum(teacher_top, tl.max(y, axis=0))
+        shift = tl.where(new == float("-inf"), 0.0, new)  # no logit yet but minus infinity
+        teacher_shift = tl.where(teacher_new == float("-inf"), 0.0, teacher_new)
+        mass = mass * tl.exp(top - shift) + tl.exp(z - shift)
+        teacher_mass = teacher_mass * tl.exp(teacher_top - teacher_shift) + tl.exp(y - teacher_shift)
+        top, teacher_top = new, teacher_new
+    log_mass, teacher_log_mass = tl.log(tl.sum(mass, axis=0)), tl.log(tl.sum(teacher_mass, axis=0))
+    # A second pass, relative to the largest logit: the difference of two cross entropies, or logs of the partition
+    # functions that are rounded as such, would lose the digits of a small divergence.
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        z = tl.load(base + v, mask=v < vocabulary, other=float("-inf")).to(tl.float32) / temperature
+        y = tl.load(teacher_base + v, mask=v < vocabulary, other=0.0).to(tl.float32) / temperature
+        logp = (z - top) - log_mass
+        p = tl.exp(logp)
+        total += tl.where(p > 0, p * (logp - ((y - teacher_top) - teacher_log_mass)), 0.0)
+    tl.store(kl + row, tl.sum(total, axis=0))
+    tl.store(lse + row, top + log_mass)
+    tl.store(teacher_lse + row, teacher_top + teacher_log_mass)
+
+
+@triton.jit
+def _divergence_backward_kernel(
+    policy, teacher, kl, lse, teacher_lse, factor, temperature, vocabulary: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0)
+    v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = v < vocabulary
+    at = row.to(tl.int64) * vocabulary + v
+    logp = tl.load(policy + at, mask=inside, other=float("-inf")).to(tl.float32) / temperature - tl.load(lse + row)
+    logq = tl.load(teacher + at, mask=inside, other=0.0).to(tl.float32) / temperature - tl.load(teacher_lse + row)
+    p = tl.exp(logp)
+    # d KL/dz = p (log p - log q - KL).
+    grad = tl.where(p > 0, p * (logp - logq - tl.load(kl + row)), 0.0) * (tl.load(factor + row) / temperature)
+    tl.store(policy + at, grad.to(policy.dtype.element_ty), mask=inside)
+
+
+def divergence(policy: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(policy || teacher) of each row of logits [M, V], and the logs of both partition functions."""
+    kl, lse, teacher_lse = (policy.new_empty(len(policy), dtype=torch.float32) for _ in range(3))
+    outputs = (kl, lse, teacher_lse)
+    _divergence_kernel[(len(policy),)](
+        policy, teacher, *outputs, temperature, policy.shape[1], BLOCK=BLOCK, num_warps=WARPS
+    )
+    return outputs
+
+
+def divergence_gradient_(
+    policy: Tensor, teacher: Tensor, kl: Tensor, lse: Tensor, teacher_lse: Tensor, factor: Tensor, temperature: float
+) -> Tensor:
+    """Replace the logits `policy` [M, V] by the gradient of sum(factor * KL) to them."""
+    # The gradient of a sum has stride 0.
+    rows = [tensor.contiguous() for tensor in (kl, lse, teacher_lse, factor)]
+    grid = (len(policy), triton.cdiv(policy.shape[1], BLOCK))
+    _divergence_backward_kernel[grid](
+        policy, teacher, *rows, temperature, policy.shape[1], BLOCK=BLOCK, num_warps=WARPS
+    )
+    return policy

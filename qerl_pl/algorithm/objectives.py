@@ -15,7 +15,7 @@ from torch import Tensor
 from qerl_pl.algorithm import losses
 from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
-from qerl_pl.algorithm.off_policy import PRESETS, RolloutCorrection, correction_weights
+from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection, correction_weights, named_correction
 from qerl_pl.errors import UserError, require_one_of
 
 Divergence = Literal["sampled_token", "full_vocabulary"]
@@ -75,8 +75,8 @@ class Objective(ABC):
         epsilon_high: Distance of the upper clip bound of the policy ratio from 1.
         advantage_norm: Divides a reward minus its group's mean: group, its standard deviation; batch, that of the
             batch; none, nothing; rloo, 1 - 1/G (leave-one-out); maxrl, the group's mean reward.
-        correction: Importance weights and rejection between the sampler and the trainer: the name of a preset, or their
-            settings. `token_tis` truncates token weights at 2; `off` corrects nothing.
+        correction: Importance weights and rejection between the sampler and the trainer: the name of a preset, their
+            settings, or the import path of a function. `token_tis` truncates token weights at 2; `off` leaves all at 1.
         delta: Upper bound of the policy ratio where the advantage is negative (dual clip, two-sided clip), above
             1 + epsilon_high; null is no bound. Objectives without a ratio clip have none.
         mask_truncated: Leave completions that the token limit cut off out of the loss.
@@ -112,7 +112,7 @@ class Objective(ABC):
             if not (math.isfinite(value) and value >= 0):
                 raise UserError(f"{name} must be a number of at least 0; got {value}; set it to 0 or more.")
         if isinstance(self.correction, str):
-            require_one_of([*PRESETS], "correction", self.correction)
+            named_correction(self.correction)
         delta = self.delta
         if delta is not None and not self.clips_ratio:
             raise UserError(f"delta bounds a ratio clip; got {delta} for {type(self).__name__}; leave delta out.")
@@ -136,9 +136,9 @@ class Objective(ABC):
         """Aggregation of token losses, see `qerl_pl.algorithm.losses.token_weights`."""
 
     @property
-    def rollout_correction(self) -> RolloutCorrection:
+    def rollout_correction(self) -> RolloutCorrection | CorrectionFunction:
         """The correction between sampler and trainer that `correction` sets."""
-        return PRESETS[self.correction] if isinstance(self.correction, str) else self.correction
+        return named_correction(self.correction) if isinstance(self.correction, str) else self.correction
 
     @property
     def needs_reference(self) -> bool:

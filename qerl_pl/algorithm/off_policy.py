@@ -14,16 +14,20 @@ from the Training-Inference Mismatch" (2025); IcePop (Ring-1T, arXiv 2510.18855)
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, assert_never, get_args
+from typing import Literal, NamedTuple, assert_never, cast, get_args
 
 import torch
 from torch import Tensor
 
 from qerl_pl.algorithm.losses import MAX_LOG_RATIO
 from qerl_pl.errors import UserError, require_one_of
+from qerl_pl.import_path import load_named
 
 Level = Literal["token", "sequence", "geometric"]
+CorrectionFunction = Callable[[Tensor, Tensor], Tensor]
+"""Importance weights [B, T], 0 for a rejected token, of log rho [B, T] and of the tokens that train, bool [B, T]."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,23 @@ PRESETS: dict[str, RolloutCorrection] = {
 range of the geometric masks is SkyRL's, the threshold of outliers verl's; that of `icepop` is the paper's."""
 
 
+def named_correction(name: str) -> RolloutCorrection | CorrectionFunction:
+    """The preset, or a user's `CorrectionFunction`, of that name.
+
+    Raises:
+        UserError: There is none, or it is no function.
+    """
+    if name in PRESETS:
+        return PRESETS[name]
+    rule = (
+        f"correction must be one of {', '.join(PRESETS)}, their settings, or the name of a function of (log rho, mask)"
+    )
+    function = load_named(name, rule, "choose one, or write my_corrections.squared", "correction")
+    if not callable(function) or isinstance(function, type):
+        raise UserError(f"{rule}; {name} is a {type(function).__name__}; name a function")
+    return cast(CorrectionFunction, function)
+
+
 class CorrectionWeights(NamedTuple):
     """Importance weights and rejection of each token, [B, T]; arbitrary outside the mask."""
 
@@ -119,7 +140,7 @@ def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
 
 
 def correction_weights(
-    correction: RolloutCorrection, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
+    correction: RolloutCorrection | CorrectionFunction, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 ) -> CorrectionWeights:
     """Importance weights of a micro-batch whose rows are complete completions.
 
@@ -128,8 +149,20 @@ def correction_weights(
         old_logprobs: Of the clean trainer, [B, T].
         sampler_logprobs: [B, T].
         mask: Tokens that train, bool [B, T]; other tokens count nowhere.
+
+    Raises:
+        UserError: A user's function returns something else than a weight for each token.
     """
     log_ratio = (old_logprobs - sampler_logprobs).detach()
+    if not isinstance(correction, RolloutCorrection):
+        found: object = correction(log_ratio, mask)
+        if not isinstance(found, Tensor) or found.shape != mask.shape:
+            got = f"a tensor {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise UserError(
+                f"correction must return a weight for each token, {list(mask.shape)}; got {got}; correct it"
+            )
+        found = found.detach().to(log_ratio.dtype)
+        return CorrectionWeights(found, found == 0, torch.zeros_like(mask))
     weights, capped = torch.ones_like(log_ratio), torch.zeros_like(mask)
     if correction.weights is not None:
         weights = torch.exp(level_log_ratio(log_ratio, mask, correction.weights).clamp(max=MAX_LOG_RATIO))

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from qerl_pl.algorithm.off_policy import RolloutCorrection
+from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection
 from qerl_pl.chat.template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.errors import UserError, require_type
@@ -32,15 +32,18 @@ def check_types(engine: object, sampling: object, eval_sampling: object, extra: 
         require_type(EvalSampling, {f"rollout.extra_eval_sampling.{name}": one for name, one in extra.items()}, remedy)
 
 
-def warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection) -> None:
+def warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection | CorrectionFunction) -> None:
     """Log a warning if training samples with filters and the objective corrects for the sampler's probabilities.
 
     A filter divides the probabilities of the remaining tokens by their sum, so that every ratio of trainer to sampler
     is below 1.
     """
     filters = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
-    outliers = correction.outlier_low is not None or correction.outlier_high is not None
-    if filters and (correction.weights is not None or correction.rejection is not None or outliers):
+    settings = ("weights", "rejection", "outlier_low", "outlier_high")
+    corrects = not isinstance(correction, RolloutCorrection) or any(
+        getattr(correction, name) is not None for name in settings
+    )
+    if filters and corrects:
         log.warning(
             "rollout.sampling.%s raises the sampler's probabilities above the trainer's, which importance weights and "
             "rejection count as a mismatch: sample without it, or set model.objective.correction to off",

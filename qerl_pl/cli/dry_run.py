@@ -102,7 +102,7 @@ def shape_of(config: PolicyConfig) -> Shape:
     """
     if config.path is None:
         toy = config.toy
-        sizes = {"hidden": toy.width, "inner": toy.intermediate, "queries": toy.width, "keys": toy.width}
+        sizes = {"hidden": toy.width, "intermediate_size": toy.intermediate, "q_dim": toy.width, "kv_dim": toy.width}
         return Shape(
             **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
             dense_attention=False, soft_capped=False, normed_outputs=False,

@@ -13,13 +13,14 @@ from torch import Tensor
 
 from qerl_pl.cli.model_card import STEP, write_model_card
 from qerl_pl.errors import UserError
+from qerl_pl.formats.base import QUANTIZATIONS
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.quantize import in_format
+from qerl_pl.policy.adapter import is_adapter, read_adapter
 from qerl_pl.policy.lora import LoraConfig
 from qerl_pl.policy.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
-from qerl_pl.policy.saved_adapter import is_adapter, read_adapter
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
-from qerl_pl.runtime.files import atomic_directory, folder_identity, require_absent
+from qerl_pl.runtime.files import atomic_directory, folder_fingerprint, require_absent
 from qerl_pl.types import PolicyWeights
 
 
@@ -32,23 +33,34 @@ def base_of(folder: str | Path) -> Path:
     Raises:
         UserError: The folder does not name its base, or the base is gone.
     """
-    saved = _saved_base(Path(folder))
+    saved = _saved_base(Path(folder), None)
     if saved is None:
         raise UserError(f"an exported adapter names its base in {BASE_FILE}; {folder} has none; export it again")
     config = _built({name: value for name, value in saved.items() if value is not None})
     return in_format(config.source_folder(), config.quantization)
 
 
-def _saved_base(folder: Path) -> dict[str, Any] | None:
-    """The contents of `BASE_FILE`; None for an adapter of an earlier version, which has none."""
+def _saved_base(folder: Path, named: str | None) -> dict[str, Any] | None:
+    """The contents of `BASE_FILE`; None for an adapter of an earlier version, which has none.
+
+    Args:
+        folder: Of the adapter.
+        named: Base format that the user has named. The file of a downloaded adapter must not choose what code runs.
+    """
     path = folder / BASE_FILE
     if not path.is_file():
         return None
     try:
         saved = json.loads(path.read_bytes())
-        return {name: saved[name] for name in ("path", "toy", "quantization")}
+        found = {name: saved[name] for name in ("path", "toy", "quantization")}
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{BASE_FILE} must say what the base is; {path} fails ({error!r}); export it again") from error
+    if found["quantization"] not in (*QUANTIZATIONS, named):
+        raise UserError(
+            f"an adapter's base is in one of {', '.join(QUANTIZATIONS)}, or in the format that you name; {path} names "
+            f"{found['quantization']!r:.60}; if you trust its code, set model.policy.quantization to it"
+        )
+    return found
 
 
 def take_adapter(policy: Any, command: str, resume: object) -> None:
@@ -72,7 +84,7 @@ def take_adapter(policy: Any, command: str, resume: object) -> None:
             f"{'the adapter as model.policy.adapter' if command == 'fit' else 'a checkpoint by --resume'}"
         )
     policy.path, policy.adapter = read_adapter(str(folder), "model.policy.path").base, str(folder)
-    if (base := _saved_base(folder)) is not None:
+    if (base := _saved_base(folder, policy.quantization)) is not None:
         policy.path, policy.quantization = base["path"], base["quantization"]
         if base["toy"] is not None:
             policy.toy = dict_to_namespace(base["toy"])
@@ -104,7 +116,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
     base = config.base_folder()
-    check_fits(state, base=folder_identity(base), finetune=config.finetune, scaling=config.scaling)
+    check_fits(state, base=folder_fingerprint(base), finetune=config.finetune, scaling=config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
     steps, kind = state["policy_version"], state["kind"]

@@ -7,7 +7,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.tables import TableConfig, read_table
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.base import QuantizedFormat
 from qerl_pl.formats.calibration import Method, calibrate_checkpoint
 from qerl_pl.formats.quantize import Device, quantize_checkpoint
 
@@ -15,7 +14,7 @@ from qerl_pl.formats.quantize import Device, quantize_checkpoint
 def quantize(
     src: Path,
     dst: Path,
-    format: QuantizedFormat = "nvfp4",
+    format: str = "nvfp4",
     device: Device = "auto",
     loftq_rank: int | None = None,
     calibration: str | None = None,
@@ -33,7 +32,8 @@ def quantize(
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; or the import
+            path of a `BaseFormat`.
         device: Device of the arithmetic. `auto` is the GPU where there is one. llm-compressor chooses its own.
         loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
             (LoftQ); training starts from it by model.policy.adapter. null writes none.

@@ -193,7 +193,7 @@ class ResumableDataModule(LightningDataModule, ABC):
         self._train = rows
         digest = hashlib.sha256()
         for row in rows:
-            digest.update(row.identity().encode())
+            digest.update(row.fingerprint().encode())
         self._digest = digest.hexdigest()
 
     @property

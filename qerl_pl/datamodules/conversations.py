@@ -43,7 +43,7 @@ class Conversation:
     trained: tuple[bool, ...]
     """Of each token, whether the loss counts it; False for the first, which nothing predicts."""
 
-    def identity(self) -> str:
+    def fingerprint(self) -> str:
         """Text of the row, equal in every process."""
         return repr(self)
 

@@ -18,8 +18,7 @@ from qerl_pl.engines.base import (
     regroup,
     token_limit,
 )
-from qerl_pl.engines.routing import RoutingRecorder
-from qerl_pl.engines.synced_layers import SyncedLoraLinear, SyncedRMSNorm
+from qerl_pl.engines.layers import RoutingRecorder, SyncedLoraLinear, SyncedRMSNorm
 from qerl_pl.errors import require_at_least
 from qerl_pl.formats.dense_checkpoint import load_dense_model
 from qerl_pl.models.families import family_of, family_of_class, noisy_norm_names

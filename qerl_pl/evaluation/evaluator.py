@@ -67,7 +67,7 @@ class SampleRecord:
 
 def row_digest(prompt: Prompt) -> str:
     """Digest of all that a sample and its grade take from the row: prompt, reference, and columns for the rewards."""
-    return hashlib.sha256(prompt.identity().encode()).hexdigest()[:12]
+    return hashlib.sha256(prompt.fingerprint().encode()).hexdigest()[:12]
 
 
 class SampleCache:

@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.models.families import check_expert_names, needs_eager_attention
 from qerl_pl.models.folder import (
     ShardWriter,

@@ -9,15 +9,14 @@ import copy
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from qerl_kernels import StackedWeight
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense import UnpackedStacks, extra_setting
+from qerl_pl.formats.base_format import BaseFormat, Place, extra_setting
 from qerl_pl.models.folder import TensorFiles, in_dtype
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
@@ -85,16 +84,13 @@ class NF4Weight:
         return held | {"weight.nested_absmax": self._state.state2.absmax} if self._state.nested else held
 
 
-class NF4Format(UnpackedStacks):
+class NF4Format(BaseFormat):
     """The base in NF4."""
 
     name = "nf4"
-    vllm_options: Mapping[str, str] = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
-
-    @property
-    def vllm_devices(self) -> tuple[str, ...]:
-        """vLLM multiplies by bitsandbytes."""
-        return ("cuda",) if importlib.util.find_spec("bitsandbytes") else ()
+    config = CONFIG
+    block = NF4_BLOCK
+    remedy = "use nvfp4, or none"
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         known = ("quant_method", "load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
@@ -131,7 +127,7 @@ class NF4Format(UnpackedStacks):
                     f"maps; {weight} has blocks of {blocks} or other maps; use `qerl quantize` on the 16-bit model"
                 )
 
-    def frozen_weight(self, linear: str, tensors: TensorFiles, place: Callable[[Tensor], Tensor]) -> NF4Weight | None:
+    def frozen_weight(self, linear: str, tensors: TensorFiles, place: Place) -> NF4Weight | None:
         weight = f"{linear}.weight"
         if f"{weight}.absmax" not in tensors:
             return None
@@ -140,9 +136,7 @@ class NF4Format(UnpackedStacks):
         state |= {suffix: place(state[suffix]) for suffix in ("absmax", "nested_absmax")}
         return NF4Weight(packed, _functional().QuantState.from_dict(state, packed.device))
 
-    def first_rows(
-        self, linear: str, tensors: TensorFiles, rows: int, place: Callable[[Tensor], Tensor]
-    ) -> NF4Weight | None:
+    def first_rows(self, linear: str, tensors: TensorFiles, rows: int, place: Place) -> NF4Weight | None:
         weight = f"{linear}.weight"
         if f"{weight}.absmax" not in tensors:
             return None
@@ -157,20 +151,6 @@ class NF4Format(UnpackedStacks):
         codes = place(tensors.first_rows(shape[0] * shape[1] // 2).read(weight))
         return NF4Weight(codes, _functional().QuantState.from_dict(held, codes.device))
 
-    def stacked_weight(
-        self,
-        experts: Sequence[Sequence[str]],
-        tensors: TensorFiles,
-        dtype: torch.dtype,
-        place: Callable[[Tensor], Tensor],
-    ) -> StackedWeight:
-        raise UserError(f"NF4 holds no mixture of experts; the base has {experts[0][0]}: use nvfp4, or none")
-
-    def expert_stack(
-        self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
-    ) -> StackedWeight:
-        raise UserError(f"NF4 holds no experts in stacks; the base has {stack}: use mxfp4, or none")
-
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name in tensors:
             linear, _, suffix = name.rpartition(".weight")
@@ -179,40 +159,6 @@ class NF4Format(UnpackedStacks):
                 yield name, weight.dense(dtype)
             elif suffix.removeprefix(".") not in _SUFFIXES:
                 yield name, in_dtype(tensors.read(name), dtype)
-
-    def vllm_linear_backend(self, asked: str) -> str | None:
-        return None
-
-
-def _code_books() -> tuple[Tensor, Tensor]:
-    """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU, as files are read.
-
-    Lightning makes the GPU the default device while a module is configured, which bitsandbytes' map would follow.
-    """
-    functional = _functional()
-    with torch.device("cpu"):
-        return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()
-
-
-class NF4Quantizer:
-    """Rounds matrices to NF4.
-
-    Raises:
-        UserError: bitsandbytes is not installed.
-    """
-
-    label = "NF4"
-    block = NF4_BLOCK
-    config = CONFIG
-    remedy = "use nvfp4, or none"
-    stores_experts = False
-    of_stacks = None
-
-    def __init__(self) -> None:
-        _functional()
-
-    def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
-        return None
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         packed, state = _functional().quantize_4bit(rows, blocksize=NF4_BLOCK, quant_type="nf4")
@@ -234,3 +180,13 @@ class NF4Quantizer:
         shape = (len(codes), 2 * codes.shape[1])
         state = _functional().QuantState(scales.flatten(), shape, None, NF4_BLOCK, "nf4", torch.float32)
         return NF4Weight(codes, state).dense(torch.float32)
+
+
+def _code_books() -> tuple[Tensor, Tensor]:
+    """The 16 values of NF4 and the 256 of the magnitudes' codes, on the CPU, as files are read.
+
+    Lightning makes the GPU the default device while a module is configured, which bitsandbytes' map would follow.
+    """
+    functional = _functional()
+    with torch.device("cpu"):
+        return functional.get_4bit_type("nf4", "cpu"), functional.create_dynamic_map()

@@ -6,13 +6,13 @@ load the result.
 
 import fnmatch
 import hashlib
+import inspect
 import json
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,21 +20,13 @@ import torch
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from qerl_kernels import select_backend, selected_backend, triton_available
+from qerl_kernels import backend_for
 from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import (
-    QUANTIZERS,
-    BaseFormat,
-    Quantization,
-    QuantizedFormat,
-    Quantizer,
-    format_of,
-    format_of_config,
-)
-from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.base import FORMATS, format_of, format_of_config, named_format
+from qerl_pl.formats.base_format import DENSE, BaseFormat
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.loftq import LOFTQ, LoftQAdapter
 from qerl_pl.models.families import (
@@ -53,7 +45,7 @@ from qerl_pl.models.folder import (
     other_files,
     read_config,
 )
-from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, folder_identity, require_absent
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, folder_fingerprint, require_absent
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +59,7 @@ Device = Literal["auto", "cpu", "cuda"]
 def quantize_checkpoint(
     src: Path,
     dst: Path,
-    format: QuantizedFormat = "nvfp4",
+    format: str = "nvfp4",
     device: Device = "auto",
     loftq_rank: int | None = None,
 ) -> None:
@@ -81,7 +73,8 @@ def quantize_checkpoint(
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes.
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; or the import
+            path of a `BaseFormat`.
         device: Device of the arithmetic. `auto` is the GPU where there is one.
         loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
             (LoftQ, arXiv 2310.08659); None writes none.
@@ -92,15 +85,15 @@ def quantize_checkpoint(
             `loftq_rank` does not fit.
     """
     adapter = None if loftq_rank is None else LoftQAdapter(loftq_rank, dst)
-    quantizer, torch_device = QUANTIZERS[format](), _device(device)
+    quantizer, torch_device = named_format(format, "--format"), _device(device)
     config, tensors = _source(src, dst)
     matrices = "*_proj.weight"
     if stores_stacks(config):
         quantizer, matrices = _of_stacks(quantizer, src), "*.experts.*_proj"
     if has_experts(config) and not quantizer.stores_experts:
         raise UserError(
-            f"{quantizer.label} holds no mixture of experts, which transformers and vLLM read in other layouts; {src} "
-            f"has one; {quantizer.remedy}"
+            f"{quantizer.name.upper()} holds no mixture of experts, which transformers and vLLM read in other layouts; "
+            f"{src} has one; {quantizer.remedy}"
         )
     with atomic_directory(dst) as folder:
         quantized = {name for name in tensors if re.search(rf"\.layers\.\d+\.{fnmatch.translate(matrices)}", name)}
@@ -139,25 +132,14 @@ def _source(src: Path, dst: Path) -> tuple[dict[str, Any], TensorFiles]:
     return (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
 
 
-def _of_stacks(quantizer: Quantizer, source: Path) -> Quantizer:
-    """The quantizer of experts in stacks, of the same format."""
+def _of_stacks(quantizer: BaseFormat, source: Path) -> BaseFormat:
+    """The format of experts in stacks of the same name."""
     if quantizer.of_stacks is None:
         raise UserError(
-            f"{quantizer.label} holds no experts in stacks, which transformers and vLLM read in 16 bits and in MXFP4; "
-            f"{source} has such; use mxfp4, or none"
+            f"{quantizer.name.upper()} holds no experts in stacks, which transformers and vLLM read in 16 bits and in "
+            f"MXFP4; {source} has such; use mxfp4, or none"
         )
     return quantizer.of_stacks
-
-
-@contextmanager
-def backend_for(device: torch.device) -> Iterator[None]:
-    """Run qerl_kernels' ops on Triton inside the block if `device` is a GPU, else on plain PyTorch."""
-    before = selected_backend()
-    select_backend("triton" if device.type == "cuda" and triton_available() else "torch")
-    try:
-        yield
-    finally:
-        select_backend(before)
 
 
 def _device(name: Device) -> torch.device:
@@ -169,9 +151,9 @@ def _device(name: Device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _quantization_config(quantizer: Quantizer, config: dict[str, Any]) -> dict[str, Any]:
-    """That of the quantizer; where it lists linears that stay in 16 bits, with those of the model's family."""
-    document = quantizer.config
+def _quantization_config(quantizer: BaseFormat, config: dict[str, Any]) -> dict[str, Any]:
+    """That of the format; where it lists linears that stay in 16 bits, with those of the model's family."""
+    document = dict(quantizer.config)
     return document | {"ignore": [*document["ignore"], *unquantized(config)]} if "ignore" in document else document
 
 
@@ -185,7 +167,7 @@ def _start_worker(device: torch.device) -> None:
 def _quantize(
     tensors: TensorFiles,
     quantized: set[str],
-    quantizer: Quantizer,
+    quantizer: BaseFormat,
     device: torch.device,
     writer: ShardWriter,
     adapter: LoftQAdapter | None,
@@ -228,13 +210,13 @@ def _as_rows(weight: Tensor) -> Tensor:
     return weight.transpose(1, 2).flatten(0, 1) if weight.dim() == 3 else weight
 
 
-def _check(weights: dict[str, Tensor], quantizer: Quantizer) -> None:
+def _check(weights: dict[str, Tensor], quantizer: BaseFormat) -> None:
     for name, weight in weights.items():
         if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(f"only 16 or 32-bit weights can be quantized; got {name} in {weight.dtype}")
         if weight.dim() != 2 or weight.shape[1] % quantizer.block:
             raise UserError(
-                f"{quantizer.label} needs an input dimension divisible by {quantizer.block}; got {name} with "
+                f"{quantizer.name.upper()} needs an input dimension divisible by {quantizer.block}; got {name} with "
                 f"{weight.shape[-1]}; {quantizer.remedy}"
             )
     if len({weight.dtype for weight in weights.values()}) > 1:
@@ -246,7 +228,7 @@ def _quantize_matrix(
     name: str,
     weight: Tensor,
     global_scale: Tensor | None,
-    quantizer: Quantizer,
+    quantizer: BaseFormat,
     pool: ThreadPoolExecutor,
     writer: ShardWriter,
     experts: int | None,
@@ -278,7 +260,7 @@ def _quantize_matrix(
     return relative, torch.cat(residuals) if wants_residual else None
 
 
-def _report(format: QuantizedFormat, errors: dict[str, float], path: Path) -> None:
+def _report(format: str, errors: dict[str, float], path: Path) -> None:
     mean, worst = math.fsum(errors.values()) / len(errors), max(errors, key=lambda name: errors[name])
     report = {"format": format, "mean_relative_squared_error": mean, "relative_squared_error": errors}
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -329,7 +311,7 @@ def config_in_reach(path: str) -> dict[str, Any]:
     return read_config(folder) if (folder / "config.json").is_file() else {}
 
 
-def check_quantization(config: Mapping[str, Any], source: object, quantization: Quantization) -> BaseFormat:
+def check_quantization(config: Mapping[str, Any], source: object, quantization: str) -> BaseFormat:
     """The format of a model that is in the requested format, or that can be quantized to it.
 
     Args:
@@ -349,7 +331,7 @@ def check_quantization(config: Mapping[str, Any], source: object, quantization: 
     return base_format
 
 
-def in_format(source: Path, quantization: Quantization) -> Path:
+def in_format(source: Path, quantization: str) -> Path:
     """The folder of a model in a format: `source`, or a copy that is quantized once and cached.
 
     Raises:
@@ -358,7 +340,10 @@ def in_format(source: Path, quantization: Quantization) -> Path:
     base_format = check_quantization(read_config(source), source, quantization)
     if quantization == "none" or base_format.name == quantization:
         return source
-    target = cache_root() / f"{quantization}-{_identity(source)}"
+    requested = named_format(quantization)
+    own = "" if requested in FORMATS else inspect.getsource(type(requested))  # a user may change it
+    name = type(requested).__name__ if own else quantization
+    target = cache_root() / f"{name}-{_fingerprint(source, own)}"
     with build_once(target) as missing:
         if missing:
             log.info("quantizing %s to %s (once; `qerl quantize` does it beforehand)", source, quantization.upper())
@@ -366,9 +351,9 @@ def in_format(source: Path, quantization: Quantization) -> Path:
     return target
 
 
-def _identity(source: Path) -> str:
-    """Digest of the weights and of the files that a quantized copy includes."""
-    digest = hashlib.blake2b(folder_identity(source).encode(), digest_size=16)
+def _fingerprint(source: Path, code: str) -> str:
+    """Digest of the weights, of the files that a quantized copy includes, and of code."""
+    digest = hashlib.blake2b(folder_fingerprint(source).encode() + code.encode(), digest_size=16)
     for path in other_files(source):
         digest.update(f"{path.name}:{path.stat().st_size}".encode())
         digest.update(path.read_bytes())

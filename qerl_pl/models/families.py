@@ -36,10 +36,10 @@ class Experts:
     block: str = "SparseMoeBlock"
     """Transformers' class of it, after the family's `classes`."""
     stacked: str = "experts"
-    """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 * inner, hidden] and `down_proj`."""
+    """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 I, hidden] and `down_proj`."""
     stored_in_stacks: bool = False
     """Whether checkpoints store these stacks, transposed, with interleaved rows of gates and ups, and biases
-    `gate_up_proj_bias` [experts, 2 * inner] and `down_proj_bias`."""
+    `gate_up_proj_bias` [experts, 2 I] and `down_proj_bias`."""
     clamped: bool = False
     """Whether act(gate) * up is `qerl_kernels.clamped_swiglu`, with the submodule's `alpha` and `limit`."""
     router: str = "gate"
@@ -51,9 +51,9 @@ class Experts:
     """Whether the mixture also returns p."""
     count: str = "num_experts"
     """Key of config.json for the number of experts."""
-    chosen: str = "num_experts_per_tok"
+    top_k: str = "num_experts_per_tok"
     """Key for the number of experts of a token."""
-    inner: str = "moe_intermediate_size"
+    intermediate_size: str = "moe_intermediate_size"
     """Key for the width of an expert."""
 
 
@@ -78,6 +78,10 @@ class Family:
     normed_outputs: bool = False
     """Whether a norm follows the layer's last linear, so that selective activation checkpointing must save its product.
     """
+    head_norms: bool = False
+    """Whether queries and keys have norms."""
+    positions_count_scaling: bool = False
+    """Whether `max_position_embeddings` in config.json counts the factor of linear rotary scaling."""
     embedding_scale: str | None = None
     """The embedding's attribute that multiplies its rows, if any."""
     window: Callable[[Any], int | None] = lambda attention: None
@@ -99,6 +103,8 @@ class Family:
     """Of a mixture of experts. Its linears are not among `projections`; LoRA adapts its stacks on request."""
     attention_in_vllm: str = "self_attn"
     """Name of a layer's attention in vLLM's model; here it is self_attn."""
+    embedding_in_vllm: str = "embed_tokens"
+    """Name of the embedding in vLLM's model; here it is embed_tokens."""
     fixed_in_vllm: Callable[[Any], Mapping[str, object]] = lambda config: {}
     """Keys of a transformers config that vLLM's model does not read, with the values that it assumes."""
 
@@ -108,15 +114,17 @@ class Family:
         return () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
 
     def name_in_base(self, name: str) -> str:
-        """The base model's name of a module in a layer of vLLM's model."""
+        """The base model's name of a module of vLLM's model."""
+        if name == f"model.{self.embedding_in_vllm}":
+            return "model.embed_tokens"
         return name.replace(f".{self.attention_in_vllm}.", ".self_attn.")
 
     def mlp_widths(self, config: Any) -> tuple[int, int]:
         """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
         if self.experts is None:
             return int(config.intermediate_size), 0
-        chosen = int(getattr(config, self.experts.chosen))
-        return chosen * int(getattr(config, self.experts.inner)), chosen
+        top_k = int(getattr(config, self.experts.top_k))
+        return top_k * int(getattr(config, self.experts.intermediate_size)), top_k
 
 
 _gemma = partial(
@@ -133,7 +141,7 @@ FAMILIES = (
     Family("llama", "Llama"),
     Family("mistral", "Mistral", window=lambda attention: attention.config.sliding_window),
     Family("qwen2", "Qwen2", window=lambda attention: attention.sliding_window),
-    Family("qwen3", "Qwen3", window=lambda attention: attention.sliding_window),
+    Family("qwen3", "Qwen3", head_norms=True, window=lambda attention: attention.sliding_window),
     Family(  # Phi-3, Phi-3.5 mini, Phi-4, Phi-4 mini
         "phi3",
         "Phi3",
@@ -151,6 +159,8 @@ FAMILIES = (
     _gemma(  # the text models of Gemma 3
         "gemma3_text",
         "Gemma3",
+        head_norms=True,
+        positions_count_scaling=True,
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     ),
     Family(
@@ -168,9 +178,10 @@ FAMILIES = (
             softmax_after_topk=True,
             returns_topk_weights=True,
             count="num_local_experts",
-            inner="intermediate_size",
+            intermediate_size="intermediate_size",
         ),
         attention_in_vllm="attn",
+        embedding_in_vllm="embedding",
         fixed_in_vllm=lambda config: {
             **{"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rms_norm_eps": 1e-5, "attention_bias": True},
             "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(config.num_hidden_layers)],
@@ -179,6 +190,7 @@ FAMILIES = (
     Family(  # Qwen3-30B-A3B and its like
         "qwen3_moe",
         "Qwen3Moe",
+        head_norms=True,
         projections=("q_proj", "k_proj", "v_proj", "o_proj"),
         window=lambda attention: attention.sliding_window,
         experts=Experts(),

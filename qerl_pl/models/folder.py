@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
+from qerl_pl.models.families import find_family
 
 QUANTIZATION_REPORT = "quantization_report.json"
 """File of a quantized checkpoint with the error of each matrix."""
@@ -71,8 +72,9 @@ def longest_sequence(config: Mapping[str, Any]) -> int | None:
         return int(original or known)
     if kind == "yarn" and original is not None:  # max_position_embeddings may count the factor, or not yet
         return max(known, int(original * factor))
-    counts_factor = config.get("model_type", "").startswith("gemma3")
-    return int(known * factor) if kind in ("linear", "yarn") and not counts_factor else known
+    family = find_family(config.get("model_type"))
+    counted = family is not None and family.positions_count_scaling
+    return int(known * factor) if kind in ("linear", "yarn") and not counted else known
 
 
 def load_config(folder: Path) -> PretrainedConfig:

@@ -60,9 +60,10 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
     if batch.checkpointing == "offload":  # one that is copied away or has come back, and the next
         return min(2, shape.layers) * size * shape.hidden * tokens
     if batch.checkpointing == "selective":
-        products = shape.queries + 2 * shape.keys + shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.inner)
+        products = shape.q_dim + 2 * shape.kv_dim + shape.hidden
+        products += 0 if _tiles(shape, batch) else 2 * shape.intermediate_size
         if size == 2 and not shape.soft_capped:  # attention's result and log-sum-exp
-            products += shape.queries + 2 * shape.heads
+            products += shape.q_dim + 2 * shape.heads
         products += shape.hidden if shape.normed_outputs else 0
         return shape.layers * size * (shape.hidden + products) * tokens
     if batch.checkpointing is True:
@@ -82,7 +83,7 @@ def _recomputed(shape: Shape, batch: MicroBatch) -> int:
     size = batch.dtype.itemsize
     token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + 7 * batch.rank) + _attention(shape, batch) + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
-    token += 0 if _tiles(shape, batch) else 3 * size * shape.inner
+    token += 0 if _tiles(shape, batch) else 3 * size * shape.intermediate_size
     return batch.tokens * token + _saved_scores(shape, batch)
 
 
@@ -90,8 +91,8 @@ def _attention(shape: Shape, batch: MicroBatch) -> int:
     """Queries, keys, values, result and log-sum-exp of a token; norms of heads save queries and keys, trained ones in
     float32."""
     size = batch.dtype.itemsize
-    norms = (4 if batch.full_finetuning else size) * (shape.queries + shape.keys) if shape.head_norms else 0
-    return size * (2 * shape.queries + 2 * shape.keys) + norms + 4 * shape.heads
+    norms = (4 if batch.full_finetuning else size) * (shape.q_dim + shape.kv_dim) if shape.head_norms else 0
+    return size * (2 * shape.q_dim + 2 * shape.kv_dim) + norms + 4 * shape.heads
 
 
 def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
@@ -102,20 +103,20 @@ def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
     gradients of keys and values are summed in float32. FlashAttention 4 sums all gradients in float32, each once.
     """
     size, tokens = batch.dtype.itemsize, batch.tokens
-    heads, rounded, element = shape.heads, tokens + 128 * batch.sequences, shape.queries // shape.heads
+    heads, rounded, element = shape.heads, tokens + 128 * batch.sequences, shape.q_dim // shape.heads
     if shape.soft_capped:
-        return size * tokens * 2 * (shape.queries + shape.keys)
+        return size * tokens * 2 * (shape.q_dim + shape.kv_dim)
     if flash_attention_4.available(torch.device("cuda"), element):
-        summed = shape.queries + (2 * shape.keys if shape.keys < shape.queries else 0)
-        return 4 * rounded * (summed + 2 * heads) + size * tokens * 2 * shape.keys
+        summed = shape.q_dim + (2 * shape.kv_dim if shape.kv_dim < shape.q_dim else 0)
+        return 4 * rounded * (summed + 2 * heads) + size * tokens * 2 * shape.kv_dim
     groups = head_groups(heads, batch.sequences, -(-tokens // batch.sequences), SMS)
     parts = max(group * backward_splits(batch.sequences * group, SMS) for group in groups)
     sums = 4 * parts * rounded * element
     if len(groups) == 1:
-        expanded = 2 * shape.queries if shape.keys < shape.queries else 0
-        return sums + size * tokens * (expanded + 2 * shape.keys)
+        expanded = 2 * shape.q_dim if shape.kv_dim < shape.q_dim else 0
+        return sums + size * tokens * (expanded + 2 * shape.kv_dim)
     # Gradient and result of attention, keys, values; gradients of queries, keys and values.
-    return sums + tokens * (size * 7 * max(groups) * element + 2 * 4 * shape.keys)
+    return sums + tokens * (size * 7 * max(groups) * element + 2 * 4 * shape.kv_dim)
 
 
 def _scores(shape: Shape, batch: MicroBatch) -> int:
@@ -139,7 +140,7 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
 
     The parts are the MLP's and attention's backward pass in the last layer, and logits and losses.
     """
-    size, tokens, inner, hidden = batch.dtype.itemsize, batch.tokens, shape.inner, shape.hidden
+    size, tokens, width, hidden = batch.dtype.itemsize, batch.tokens, shape.intermediate_size, shape.hidden
     recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
     largest = max(rows * columns for rows, columns in shape.linears.values())
     # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
@@ -149,16 +150,16 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     if _tiles(shape, batch):
         assert batch.mlp_tile_tokens is not None
         # The gradient to the MLP's result and to its input; a tile's gate and up, gradients, and its own ends.
-        tile = size * (5 * inner + 4 * hidden) * batch.mlp_tile_tokens
+        tile = size * (5 * width + 4 * hidden) * batch.mlp_tile_tokens
         mlp = recomputed + 2 * size * hidden * tokens + tile + weight
     else:
         # Gradients of gate, up and their product, which itself is free by then; of the layer's result.
         gate_up = 2 if batch.checkpointing == "selective" else 0  # are among what is saved
-        gradients = recomputed + size * (hidden + (2 - gate_up) * inner) * tokens
+        gradients = recomputed + size * (hidden + (2 - gate_up) * width) * tokens
         # Inputs copied for experts, and their results.
-        gradients += 2 * size * shape.chosen * hidden * tokens
-        mlp = max(gradients, gradients - size * inner * tokens + weight)
-    attention = size * tokens * (2 * hidden + 2 * shape.queries) + tokens * _attention(shape, batch)
+        gradients += 2 * size * shape.top_k * hidden * tokens
+        mlp = max(gradients, gradients - size * width * tokens + weight)
+    attention = size * tokens * (2 * hidden + 2 * shape.q_dim) + tokens * _attention(shape, batch)
     attention += _attention_backward(shape, batch) + weight
     # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
     attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
@@ -284,8 +285,8 @@ def _prefill(plan: RunPlan) -> float:
     """The engine's largest forward pass: gate and up, their product, hidden states, a dense weight; sampled logits."""
     shape, size = plan.shape, plan.batch.dtype.itemsize
     tokens = min(plan.prompt_tokens, plan.prefill_tokens)
-    dense = 0 if plan.quantization == "none" else size * 2 * shape.inner * shape.hidden
-    rows = 3 * shape.inner + 4 * shape.hidden
+    dense = 0 if plan.quantization == "none" else size * 2 * shape.intermediate_size * shape.hidden
+    rows = 3 * shape.intermediate_size + 4 * shape.hidden
     return tokens * size * rows + dense + plan.max_num_seqs * shape.vocabulary * size
 
 

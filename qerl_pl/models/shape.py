@@ -27,13 +27,13 @@ class Shape:
     """Sizes of a Llama-like model."""
 
     hidden: int
-    inner: int
+    intermediate_size: int
     """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together."""
     layers: int
     heads: int
-    queries: int
+    q_dim: int
     """Elements of a token's queries in a layer."""
-    keys: int
+    kv_dim: int
     """Elements of a token's keys, or values, in a layer."""
     vocabulary: int
     tied: bool
@@ -42,7 +42,7 @@ class Shape:
     """Whether queries and keys have norms."""
     experts: int = 0
     """Of a layer; 0 for a dense MLP."""
-    chosen: int = 0
+    top_k: int = 0
     """Experts that a token is given to; 0 for a dense MLP."""
     dense_attention: bool = False
     """Whether attention's linears have 16 bits beside 4-bit experts."""
@@ -60,21 +60,21 @@ class Shape:
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         family = family_of(config.model_type)
-        inner, chosen = family.mlp_widths(config)
+        intermediate_size, top_k = family.mlp_widths(config)
         window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
         window_layers = config.num_hidden_layers if kinds is None else kinds.count("sliding_attention")
         return cls(
             hidden=config.hidden_size,
-            inner=inner,
+            intermediate_size=intermediate_size,
             layers=config.num_hidden_layers,
             heads=heads,
-            queries=heads * size,
-            keys=(getattr(config, "num_key_value_heads", None) or heads) * size,
+            q_dim=heads * size,
+            kv_dim=(getattr(config, "num_key_value_heads", None) or heads) * size,
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
-            head_norms=config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"),
+            head_norms=family.head_norms,
             experts=0 if family.experts is None else getattr(config, family.experts.count),
-            chosen=chosen,
+            top_k=top_k,
             dense_attention=family.experts is not None and family.experts.stored_in_stacks,
             soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
             normed_outputs=family.normed_outputs,
@@ -85,9 +85,9 @@ class Shape:
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
-        queries, keys = (self.queries, self.hidden), (self.keys, self.hidden)
-        mlp = (self.inner, self.hidden)
-        sizes = (queries, keys, keys, (self.hidden, self.queries), mlp, mlp, (self.hidden, self.inner))
+        q, kv = (self.q_dim, self.hidden), (self.kv_dim, self.hidden)
+        mlp = (self.intermediate_size, self.hidden)
+        sizes = (q, kv, kv, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, self.intermediate_size))
         return dict(zip(PROJECTIONS, sizes, strict=True))
 
     @property
@@ -106,7 +106,7 @@ class Shape:
         """Of all layers' MLPs, or of all experts."""
         sizes = self.linears
         mlp = sum(sizes[name][0] * sizes[name][1] for name in PROJECTIONS[4:])
-        return self.layers * (mlp // self.chosen * self.experts if self.experts else mlp)
+        return self.layers * (mlp // self.top_k * self.experts if self.experts else mlp)
 
     def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
         """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
@@ -122,7 +122,7 @@ class Shape:
         """
         if not self.dense_attention:
             return 0.0
-        width = self.inner // self.chosen
+        width = self.intermediate_size // self.top_k
         padded = (-(-self.hidden // 256) * 256) * (-(-width // 128) * 128) / (self.hidden * width)
         return (padded - 1) * self.mlp_weights * BITS["mxfp4"] / 8 + dtype.itemsize * self.attention_weights
 
@@ -141,7 +141,7 @@ class Shape:
                 window, and counts when it starts.
         """
         outside = max(tokens - self.window - under_way, 0) * self.window_layers
-        return (self.layers * tokens - outside) * 2 * self.keys * dtype.itemsize
+        return (self.layers * tokens - outside) * 2 * self.kv_dim * dtype.itemsize
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """Of A and B on the linears that these targets name."""

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from qerl_kernels import select_backend
+from qerl_kernels import select_backend_of
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -51,7 +51,7 @@ from qerl_pl.runtime.checks import (
     require_planned_end,
 )
 from qerl_pl.runtime.communicator import writes_files
-from qerl_pl.runtime.files import atomic_directory, folder_identity
+from qerl_pl.runtime.files import atomic_directory, folder_fingerprint
 from qerl_pl.runtime.random_state import deterministic, random_state, set_random_state
 from qerl_pl.runtime.slurm import take_sigusr1
 from qerl_pl.runtime.strategy import communicator_of
@@ -203,7 +203,7 @@ class PolicyModule(LightningModule, ChecksFirst):
     @cached_property
     def base_identity(self) -> str:
         """Digest of the base model, saved in checkpoints."""
-        return folder_identity(self.base_folder)
+        return folder_fingerprint(self.base_folder)
 
     @property
     def start_identity(self) -> str | None:
@@ -256,8 +256,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         """Load the policy, once."""
         if "policy" not in self._modules:
             device = self.trainer.strategy.root_device
-            if device.type == "cuda":
-                select_backend("triton")
+            select_backend_of(device)
             base, config, reference = self.base_folder, self.policy_config, self.needs_reference
             make = self.make_optimizer if self.trainer.state.fn == TrainerFn.FITTING else None
             teacher = self.teacher_memory(device)

@@ -27,7 +27,7 @@ from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.policy.teacher import Teacher, TeacherConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import ChecksFirst, no_sampling_callback, warn_of_unused
-from qerl_pl.runtime.files import folder_identity
+from qerl_pl.runtime.files import folder_fingerprint
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
@@ -150,7 +150,7 @@ class QeRLModule(PolicyModule):
     @cached_property
     def teacher_identity(self) -> str | None:
         """Digest of the teacher, saved in checkpoints; None where the objective has none."""
-        return folder_identity(self.teacher_folder) if self.objective.needs_teacher else None
+        return folder_fingerprint(self.teacher_folder) if self.objective.needs_teacher else None
 
     def use_engine_weights(self, shared: SharedWeights | None, releasable_gib: float) -> None:
         """Have the policy, which `configure_model` loads, share weights with the engine.

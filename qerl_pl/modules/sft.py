@@ -20,7 +20,7 @@ from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
-from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.runtime.checks import check_monitors
 from qerl_pl.runtime.communicator import Communicator, writes_files
@@ -134,7 +134,7 @@ class SFTModule(PolicyModule):
         """Accumulate this rank's gradient; returns its sums of negative log-likelihood and entropy, in nats."""
         sums = []
         for tokens, lengths, mask in micro_batches:
-            logprobs, entropies = self.policy.token_logprobs(tokens, lengths, mask, temperature=1.0)
+            logprobs, entropies, _ = self.policy.token_values(tokens, lengths, mask, temperature=1.0)
             nll = -logprobs.sum()
             self.manual_backward(nll / trained_tokens)
             sums.append(torch.stack([nll.detach(), entropies.detach().sum()]))

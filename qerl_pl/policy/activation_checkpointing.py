@@ -6,6 +6,7 @@ gradients otherwise.
 
 import gc
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,19 +14,18 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from peft.tuners.lora import LoraLayer
-from qerl_kernels import selective_checkpoint_contexts
+from qerl_kernels import addend_checkpoint_contexts, selective_checkpoint_contexts
 from torch import nn
 from transformers import PreTrainedModel
 
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.models.families import family_of
+from qerl_pl.models.families import Family, family_of
 from qerl_pl.models.memory import GIB, free_bytes, free_cpu_bytes
 from qerl_pl.models.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
 from qerl_pl.models.shape import Shape
 from qerl_pl.policy.activation_offload import ActivationOffload, pinned_bytes
 from qerl_pl.policy.lora import ADAPTER
 from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps
-from qerl_pl.policy.tiled_mlp import leaving_out_contexts
 from qerl_pl.runtime.communicator import Communicator, warn_of_this_rank
 from qerl_pl.runtime.random_state import random_state, set_random_state
 
@@ -134,24 +134,24 @@ class ActivationCheckpointing:
         if not self.chosen:
             self._pending_state_bytes = measure()
 
-    def choose_mode(self, tokens: int, ranks: Communicator, longest: int | None = None) -> None:
+    def choose_mode(self, tokens: int, ranks: Communicator, max_seqlen: int | None = None) -> None:
         """Choose, once, the first settings for which a micro-batch fits every rank. Collective.
 
         Args:
             tokens: Of the largest micro-batch.
             ranks: All training processes.
-            longest: Tokens of its longest sequence; None takes all of them for one sequence.
+            max_seqlen: Tokens of its longest sequence; None takes all of them for one sequence.
         """
         self._tokens, self._ranks = max(self._tokens, tokens), ranks.size
         if self.chosen:
             return
-        gathered = ranks.all_gather((tokens, longest or tokens, free_bytes(self._base.device), free_cpu_bytes()))
+        gathered = ranks.all_gather((tokens, max_seqlen or tokens, free_bytes(self._base.device), free_cpu_bytes()))
         tokens = self._tokens = max(count for count, *_ in gathered)
-        longest = max(length for _, length, *_ in gathered)
+        max_seqlen = max(length for _, length, *_ in gathered)
         free = min((size for *_, size, _ in gathered if size is not None), default=None)
         offloads = self._pinned_bytes() <= min(on_cpu for *_, on_cpu in gathered)
         candidates = self._allowed(self.candidates, offloads)
-        needs = {settings: self.needed_bytes(settings, tokens, longest) for settings in candidates}
+        needs = {settings: self.needed_bytes(settings, tokens, max_seqlen) for settings in candidates}
         self._choose(
             next((settings for settings in candidates if free is None or needs[settings] <= free), candidates[-1])
         )
@@ -170,16 +170,16 @@ class ActivationCheckpointing:
             if settings != self.settings:
                 self._choose(settings)
 
-    def needed_bytes(self, settings: MemorySettings, tokens: int, longest: int | None = None) -> int:
+    def needed_bytes(self, settings: MemorySettings, tokens: int, max_seqlen: int | None = None) -> int:
         """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
-        and optimizer states not yet held. `longest` is as for `choose_mode`."""
+        and optimizer states not yet held. `max_seqlen` is as for `choose_mode`."""
         modules, shape = list(self._base.modules()), Shape.of(self._base.config)
         norms = (module for module in modules if isinstance(module, Float32RMSNorm))
         trained = [parameter for parameter in self._base.parameters() if parameter.requires_grad]
         batch = MicroBatch(
             tokens,
             # Only scores that are in memory need much more for fewer sequences.
-            max(tokens // longest, 1) if longest and shape.soft_capped else 1,
+            max(tokens // max_seqlen, 1) if max_seqlen and shape.soft_capped else 1,
             dtype=self._dtype,
             checkpointing=settings.mode,
             mlp_tile_tokens=settings.tile_tokens,
@@ -278,12 +278,13 @@ class ActivationCheckpointing:
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self._has_dropout}
         family = family_of(self._base.config.model_type)
         is_added = not family.normed_outputs
+        assert not is_added or _ends_with_sum(self._base, family), "a norm after the MLP needs its result"
         if self.mode == "selective":
             # Products of tiled MLPs are not saved: the last one is then no addend of the result.
             added = is_added and self.settings.tile_tokens is None and _saves_all_products(self._base)
             settings["context_fn"] = partial(selective_checkpoint_contexts, last_is_added=added)
         elif is_added:
-            settings["context_fn"] = leaving_out_contexts
+            settings["context_fn"] = addend_checkpoint_contexts
         self._base.gradient_checkpointing_enable(settings)
         self._base.disable_input_require_grads()  # only reentrant checkpoints need it, and it costs products
 
@@ -291,6 +292,12 @@ class ActivationCheckpointing:
 def mode_name(mode: Checkpointing) -> str:
     """A mode as YAML spells it."""
     return str(mode).lower()
+
+
+def _ends_with_sum(base: nn.Module, family: Family) -> bool:
+    """Whether no norm follows a layer's MLP, so that no gradient depends on the values of the MLP's result."""
+    matches = (re.search(r"\.layers\.\d+\.(\w*norm)$", name) for name, _ in base.named_modules())
+    return {match[1] for match in matches if match} <= set(family.noisy_norms)
 
 
 def _saves_all_products(base: nn.Module) -> bool:

@@ -1,23 +1,34 @@
-"""The trained LoRA adapter: factors, low-precision copies, checkpoints; and helpers shared with full fine-tuning."""
+"""The trained LoRA adapter (factors, low-precision copies, checkpoints), and a saved one that a policy starts from.
 
+Helpers beside it are shared with full fine-tuning.
+"""
+
+import hashlib
+import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from peft import get_peft_model_state_dict
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.norm import Float32RMSNorm
-from qerl_pl.models.families import family_of, noisy_norm_names
-from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraLinear, LoraSpec, can_fuse_lora, check_targets
+from qerl_pl.formats.quantize import local_folder
+from qerl_pl.models.families import family_of, names_match, noisy_norm_names
+from qerl_pl.models.folder import read_config
+from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, LoraSpec, can_fuse_lora, check_targets
 from qerl_pl.policy.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.seeds import stream_seed
 
@@ -262,3 +273,143 @@ class LoraAdapter:
         """Write the adapter in PEFT's format."""
         self.model.save_pretrained(str(folder), save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card
+
+
+_FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight$")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+_PLAIN = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),  # others change the base, too
+}
+"""Values that an adapter of the form scaling * B A has under PEFT's keys."""
+_OFF = (
+    *("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "alora_invocation_tokens"),
+    "target_parameters",  # of experts, which are frozen here
+)
+"""Keys of PEFT for other adapters."""
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter's folder and what its files say."""
+
+    folder: Path
+    base: str
+    """Folder or hub name of its base model, as PEFT records it."""
+    lora: LoraSpec
+    train_norms: bool
+    """Whether it has trained norm scales."""
+    digest: str
+    """SHA-256 of the file of its weights."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by PEFT's names, on the CPU."""
+        return load_file(self.folder / SAFETENSORS_WEIGHTS_NAME)
+
+    def spec(self, config: LoraConfig) -> LoraSpec:
+        """The adapter's settings, with the dropout of `config`.
+
+        Raises:
+            UserError: `config` sets another rank, alpha, targets or use_rslora.
+        """
+        for name in ("rank", "alpha", "targets", "use_rslora"):
+            given, saved = vars(config)[name], vars(self.lora)[name]
+            same = set(given) == set(saved) if isinstance(given, tuple | list) else given == saved
+            if given is not None and not same:
+                raise UserError(
+                    f"training goes on with the shape that the adapter has; {self.folder} has {name} {_text(saved)} "
+                    f"and model.policy.lora.{name} is {_text(given)}; leave it out or set it to null"
+                )
+        return LoraConfig(dropout=config.dropout).spec(self.lora)
+
+
+def _text(value: object) -> str:
+    return (", ".join(value) or "none") if isinstance(value, tuple | list) else str(value)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter in PEFT's format."""
+    return (folder / CONFIG_NAME).is_file()
+
+
+def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | None = None) -> SavedAdapter:
+    """Read an adapter's settings; its targets are those that its weights have.
+
+    Args:
+        path: Folder, or name on the hub, from where it is downloaded once.
+        key: Configuration key of the path, for error messages.
+        layers: Of the base; by default those of the base that it was trained on, if that is a folder here.
+
+    Raises:
+        UserError: There is no such adapter, a file is missing or damaged, or it is no plain LoRA.
+    """
+    folder = local_folder(path, key)
+    for name in (CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME):
+        if not (folder / name).is_file():
+            raise UserError(f"an adapter in PEFT's format has {name}; {folder} has none; export or save it again")
+    try:
+        saved = json.loads((folder / CONFIG_NAME).read_bytes())
+        base, rank, alpha = str(saved["base_model_name_or_path"]), int(saved["r"]), float(saved["lora_alpha"])
+        others = [name for name, plain in _PLAIN.items() if saved.get(name, plain[0]) not in plain]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{CONFIG_NAME} must be PEFT's of a LoRA; {folder} has another ({error!r}); export or save it again"
+        ) from error
+    if others := [*others, *(name for name in _OFF if saved.get(name))]:
+        raise UserError(
+            f"an adapter adds a multiple of B A, of one rank and alpha; {folder / CONFIG_NAME} sets {others[0]}; "
+            "merge it into its base with PEFT, and name that model as model.policy.path"
+        )
+    names = _names(folder / SAFETENSORS_WEIGHTS_NAME)
+    if others := [name for name in names if not (_FACTOR.search(name) or name.endswith("norm.weight"))]:
+        raise UserError(
+            f"a saved adapter may hold factors of linears and norm scales; {folder} has {others[0]}; "
+            "merge it into its base with PEFT, and name that model as model.policy.path"
+        )
+    factors = {name: match[1] for name in names if (match := _FACTOR.search(name))}
+    use_rslora = bool(saved.get("use_rslora"))
+    if layers is None and (Path(base) / "config.json").is_file():
+        layers = read_config(Path(base)).get("num_hidden_layers")
+    spec = LoraSpec(rank, alpha, _targets(saved, set(factors.values()), layers), use_rslora)
+    with (folder / SAFETENSORS_WEIGHTS_NAME).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return SavedAdapter(folder, base, spec, len(names) > len(factors), digest)
+
+
+def _targets(saved: Mapping[str, Any], linears: Collection[str], layers: int | None) -> tuple[str, ...]:
+    """Name suffixes of an adapter's linears, as its weights have them.
+
+    The last components of the names where every layer has the same; the configuration's own where it lists suffixes;
+    else every linear's full name.
+
+    Args:
+        saved: The configuration.
+        linears: Names of the linears that have weights.
+        layers: Of the base; None where it is not known.
+    """
+    last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
+    found = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}
+    own = saved.get("target_modules")
+    some = saved.get("layers_to_transform") is not None or saved.get("exclude_modules")
+    if layers is None and isinstance(own, str):  # of all layers, if it would match those of one more
+        following = (_LAYER.sub(f"layers.{len(found)}.", linear) for linear in linears)
+        some = some or not all(re.fullmatch(own, linear) for linear in following)
+    every = found == {*range(layers or len(found))} and len(linears) == len(found) * len(last)
+    if not some and isinstance(own, list) and all(names_match(linear, own) for linear in linears):
+        if not (every and any(_LAYER.search(target) for target in own)):
+            # A linear that is named with its layer, and has no weights, stays: they are not complete.
+            used = [t for t in own if _LAYER.search(t) or any(names_match(linear, [t]) for linear in linears)]
+            return tuple(sorted(used))
+    return last if every and (layers is not None or not some) else tuple(sorted(linears))
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, "pt") as tensors:
+            names: list[Any] = list(tensors.keys())
+    except SafetensorError as error:
+        raise UserError(
+            f"an adapter's weights must be an intact safetensors file; {file} is not ({error}); copy or export it again"
+        ) from error
+    return names

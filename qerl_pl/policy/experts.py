@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,20 +10,18 @@ from qerl_kernels import (
     ExpertBiases,
     StackedWeight,
     clamped_swiglu,
-    graph_only,
+    last_addend,
     mixture_of_experts,
 )
 from torch import Tensor, nn
 from torch.nn import functional
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import BaseFormat
-from qerl_pl.formats.stored_experts import BIASES, StoredExperts
+from qerl_pl.formats.base_format import BIASES, BaseFormat, StoredExperts
 from qerl_pl.models.families import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.policy.lora import parameter_name
 from qerl_pl.policy.packed_layers import ACTIVATIONS
-from qerl_pl.policy.tiled_mlp import results_needed
 
 
 class PackedExperts(nn.Module):
@@ -37,7 +34,7 @@ class PackedExperts(nn.Module):
         experts: Of the family.
         weights: `gate_up_proj` and `down_proj` of all experts, by those names.
         own: Whether the weights' tensors are registered as parameters; those of an engine are not.
-        product: act(gate) * up.
+        activation: act(gate) * up.
         biases: Frozen parameters by the names in `BIASES`; empty where there are none.
     """
 
@@ -47,13 +44,13 @@ class PackedExperts(nn.Module):
         experts: Experts,
         weights: Mapping[str, StackedWeight],
         own: bool,
-        product: Callable[[Tensor, Tensor], Tensor],
+        activation: Callable[[Tensor, Tensor], Tensor],
         biases: Mapping[str, Tensor],
     ) -> None:
         super().__init__()
         self._experts = experts
         self.add_module(experts.router, block.get_submodule(experts.router))
-        self._gate_up, self._down, self._product = weights[GATE_UP], weights[DOWN], product
+        self._gate_up, self._down, self._activation = weights[GATE_UP], weights[DOWN], activation
         self.replayed: Tensor | None = None
         """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router selects."""
         self._has_biases = bool(biases)
@@ -68,9 +65,9 @@ class PackedExperts(nn.Module):
         topk_weights, topk_ids = self.route(x)
         biases = ExpertBiases(*map(self.get_parameter, BIASES)) if self._has_biases else None
         weights = self._gate_up, self._down
-        alternating = self._experts.stored_in_stacks
-        with nullcontext() if results_needed() else graph_only():
-            out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._product, biases, alternating)
+        interleaved = self._experts.stored_in_stacks
+        with last_addend():
+            out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._activation, biases, interleaved)
         out = out.view_as(hidden_states)
         return (out, topk_weights) if self._experts.returns_topk_weights else out
 
@@ -162,9 +159,10 @@ def use_packed_experts(
     loaded: set[str] = set()
     for name, block in expert_blocks(model, family).items():
         stacked = f"{name}.{family.experts.stacked}"
-        inner = block.get_submodule(family.experts.stacked)
-        product = _product(family.experts, inner, name)
-        stored = StoredExperts(family.experts, base_format, tensors, stacked, inner.get_parameter(GATE_UP).shape[0])
+        all_experts = block.get_submodule(family.experts.stacked)
+        activation = _activation(family.experts, all_experts, name)
+        count = all_experts.get_parameter(GATE_UP).shape[0]
+        stored = StoredExperts(family.experts, base_format, tensors, stacked, count)
         loaded |= stored.names()
         weights = {matrix: shared[key] for matrix in (GATE_UP, DOWN) if (key := f"{stacked}.{matrix}") in shared}
         own = not weights
@@ -173,19 +171,19 @@ def use_packed_experts(
             state |= {f"{name}.{key}": tensor for key, tensor in own_parameters(weights).items()}
         biases = stored.biases(dtype, place)
         state |= {f"{name}.{key}": tensor for key, tensor in biases.items()}
-        model.set_submodule(name, PackedExperts(block, family.experts, weights, own, product, biases))
+        model.set_submodule(name, PackedExperts(block, family.experts, weights, own, activation, biases))
     return state, loaded
 
 
-def _product(experts: Experts, inner: Any, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """act(gate) * up of transformers' experts `inner` of the mixture `name`.
+def _activation(experts: Experts, stacked: Any, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """act(gate) * up of transformers' experts `stacked` of the mixture `name`.
 
     Raises:
         UserError: The activation is unknown.
     """
     if experts.clamped:
-        return partial(clamped_swiglu, alpha=inner.alpha, limit=inner.limit)
-    activation = type(inner.act_fn).__name__
+        return partial(clamped_swiglu, alpha=stacked.alpha, limit=stacked.limit)
+    activation = type(stacked.act_fn).__name__
     if activation not in ACTIVATIONS:
         raise UserError(
             f"experts must have an activation of {', '.join(ACTIVATIONS)}; {name} has {activation}: take another model"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qerl_kernels.norm import plain_rms_norm
+from qerl_kernels.pointwise import plain_rms_norm
 from qerl_kernels.selective_checkpointing import save_products
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable

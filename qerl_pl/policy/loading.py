@@ -1,26 +1,27 @@
-"""Loading of the frozen base model from its folder and from weights shared with an engine."""
+"""Loading of the frozen base model from its folder and from an engine's weights, compared with the checkpoint."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from qerl_kernels import FrozenWeight
+from qerl_kernels import FrozenWeight, StackedWeight
+from qerl_kernels.marlin import TILE
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import BaseFormat, format_of
+from qerl_pl.formats.base import format_of
+from qerl_pl.formats.base_format import BaseFormat, StoredExperts
 from qerl_pl.formats.norm import use_float32_norms
-from qerl_pl.models.families import check_family
+from qerl_pl.models.families import GATE_UP, Experts, check_family
 from qerl_pl.models.folder import TensorFiles, load_config
 from qerl_pl.policy.experts import attach_routing_replay, use_packed_experts
 from qerl_pl.policy.lora import FrozenLinear, parameter_name
 from qerl_pl.policy.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
-from qerl_pl.policy.shared_weights import check_shared_weights
 
 log = logging.getLogger(__name__)
 
@@ -123,3 +124,79 @@ def _use_frozen_linears(
             state |= {f"{name}.{parameter_name(key)}": tensor for key, tensor in weight.tensors().items()}
         model.set_submodule(name, FrozenLinear(weight, module.bias, own=name not in shared))
     return state
+
+
+TOLERANCE = 0.01
+"""Largest relative difference of two tiles: rounding to bfloat16 makes 2e-3, another scale or another layout 1."""
+NEGLIGIBLE = 1e-4
+"""Difference, over a matrix's largest weight, that does not count: Marlin reads the smallest blocks as zeros."""
+
+
+@torch.no_grad()
+def check_shared_weights(
+    shared: SharedWeights, base_format: BaseFormat, tensors: TensorFiles, experts: Experts | None
+) -> None:
+    """Compare the first rows of each shared matrix with the checkpoint's.
+
+    An engine that reads a scale or a layout otherwise would sample, and train, another base.
+
+    Args:
+        shared: Of an engine.
+        base_format: Of the checkpoint.
+        tensors: The checkpoint.
+        experts: Of the model's family.
+
+    Raises:
+        UserError: They differ.
+    """
+    for name, expected, actual, largest in _tiles(shared, base_format, tensors, experts):
+        actual, expected = actual.float(), expected.to(actual.device, torch.float32)
+        difference, size = actual - expected, expected.norm()
+        if not (difference.norm() <= TOLERANCE * size or difference.abs().max() <= NEGLIGIBLE * largest):
+            raise UserError(
+                "an engine must have the checkpoint's weights for the trainer to share them; its first rows of "
+                f"{name} differ by {(difference.norm() / size).item():.2g} of their size: install the vLLM that the "
+                "documentation names, or use TransformersEngine"
+            )
+
+
+def _tiles(
+    shared: SharedWeights, base_format: BaseFormat, tensors: TensorFiles, experts: Experts | None
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(name, first rows in the checkpoint, first rows of the shared matrix, its largest weight)."""
+    first_rows = tensors.first_rows(TILE)
+    for name, tensor in shared.tensors.items():
+        if name in tensors:
+            yield name, first_rows.read(name).to(tensor.dtype), tensor[:TILE], tensor[:TILE].abs().max()
+    for name, weight in shared.linears.items():
+        stored = base_format.first_rows(name, tensors, TILE, _place_beside(weight))
+        if stored is not None:
+            dense = weight.dense(torch.bfloat16)  # in 16 bits: a matrix may have GiBs, and a tile is compared
+            expected, tile = stored.dense(torch.bfloat16).float() * stored.alpha, dense[:TILE].float() * weight.alpha
+            yield name, expected, tile, (dense.abs().max().float() * weight.alpha).abs()
+    if experts is None:
+        return
+    for name, stack in shared.experts.items():
+        module, _, matrix = name.rpartition(".")
+        count, rows, _ = stack.shape
+        all_stored = StoredExperts(experts, base_format, first_rows, module, count)
+        tiles = all_stored.weight(matrix, torch.bfloat16, _place_beside(stack))
+        # Experts that are stored one by one have gates and ups apart: the first rows of each.
+        starts = (0, rows // 2) if matrix == GATE_UP and not experts.stored_in_stacks else (0,)
+        for expert in range(count):
+            expected, dense = (_expert(one, expert) for one in (tiles, stack))
+            size = len(expected) // len(starts)
+            tile = torch.cat([dense[start : start + size] for start in starts])
+            yield f"{name}, expert {expert}", expected, tile, dense.abs().max()
+
+
+def _place_beside(weight: FrozenWeight | StackedWeight) -> Callable[[Tensor], Tensor]:
+    """Moves a tensor to a weight's device."""
+    device = next(iter(weight.tensors().values())).device
+    return lambda tensor: tensor.to(device)
+
+
+def _expert(stack: StackedWeight, index: int) -> Tensor:
+    """The matrix of one expert, float32 [N, K]."""
+    alphas, dense = stack.alphas, stack.dense(index, index + 1, torch.bfloat16)[0].float()
+    return dense if alphas is None else dense * alphas[index]

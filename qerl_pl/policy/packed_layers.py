@@ -1,17 +1,27 @@
-"""Packed sequences: a forward pass without padding, with attention and MLP layers that run on fused ops.
+"""Packed sequences: their partition into micro-batches, and layers that run on fused ops without padding.
 
 The tokens of a batch are concatenated; attention is masked to each sequence. The result equals the padded one up to
 rounding.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from qerl_kernels import gelu_tanh_product, graph_only, rms_norm, rotary, silu_product, varlen_attention
+from qerl_kernels import (
+    gelu_tanh_product,
+    last_addend,
+    leaves_out_last_addend,
+    rms_norm,
+    rotary,
+    silu_product,
+    varlen_attention,
+    without_last_addend,
+    without_saving_products,
+)
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import AttentionInterface
 
@@ -19,8 +29,64 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.models.families import Family, family_of_class
 from qerl_pl.policy.lora import shared_input_linears
-from qerl_pl.policy.tiled_mlp import results_needed, tiled
 from qerl_pl.runtime.random_state import strictly_deterministic_gradient
+
+
+def partition_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> list[list[int]]:
+    """Partition sequences into few micro-batches with balanced numbers of tokens.
+
+    "First-fit decreasing" bounds the number of micro-batches; "longest processing time first" balances them where it
+    fits `max_tokens` with as many or fewer. Depends on the lengths alone.
+
+    Args:
+        lengths: Tokens of each sequence.
+        max_tokens: Of a micro-batch; a longer sequence gets its own. None returns a single micro-batch.
+
+    Returns:
+        Ascending indices into `lengths` for each micro-batch; a single empty one where there are no sequences. The
+        largest micro-batch comes first, so that memory does not grow later.
+    """
+    if max_tokens is None:
+        return [list(range(len(lengths)))]
+    by_length = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    single = [[index] for index in by_length if lengths[index] >= max_tokens]
+    others = by_length[len(single) :]
+
+    def tokens(indices: Sequence[int]) -> int:
+        return sum(lengths[index] for index in indices)
+
+    micro_batches = _first_fit_decreasing(others, lengths, max_tokens)
+    for count in range(-(-tokens(others) // max_tokens), len(micro_batches) + 1):
+        balanced = _longest_processing_time_first(others, lengths, count)
+        if all(tokens(indices) <= max_tokens for indices in balanced):
+            micro_batches = balanced
+            break
+    largest_first = sorted(single + micro_batches, key=lambda indices: -tokens(indices))
+    return [sorted(indices) for indices in largest_first] or [[]]
+
+
+def _longest_processing_time_first(by_length: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for index in by_length:
+        least = loads.index(min(loads))
+        bins[least].append(index)
+        loads[least] += lengths[index]
+    return bins
+
+
+def _first_fit_decreasing(by_length: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    loads: list[int] = []
+    for index in by_length:
+        first = next((i for i, load in enumerate(loads) if load + lengths[index] <= max_tokens), len(bins))
+        if first == len(bins):
+            bins.append([])
+            loads.append(0)
+        bins[first].append(index)
+        loads[first] += lengths[index]
+    return bins
+
 
 ATTENTION = "qerl_packed"
 """Name of `packed_attention` as a transformers attention implementation."""
@@ -34,9 +100,9 @@ class Packing:
     """bool [B, T]: real tokens of the padded batch; in row-major order the S packed ones."""
     positions: Tensor
     """Position of each token in its sequence, int64 [S]."""
-    boundaries: Tensor
+    cu_seqlens: Tensor
     """Cumulative sequence lengths, int32 [B + 1]."""
-    longest: int
+    max_seqlen: int
     """Tokens of the longest sequence."""
     routing: Tensor | None = None
     """Experts that the sampler chose in each layer, int64 [layers, S, k], -1 for none; None: the router selects."""
@@ -46,8 +112,8 @@ class Packing:
         """Packing of right-padded rows [B, width]; row i has `lengths[i]` real tokens."""
         index = torch.arange(width, device=lengths.device)
         mask = index < lengths[:, None]
-        boundaries = functional.pad(lengths.cumsum(0), (1, 0)).int()
-        return cls(mask, index.expand(mask.shape)[mask], boundaries, int(lengths.max()))
+        cu_seqlens = functional.pad(lengths.cumsum(0), (1, 0)).int()
+        return cls(mask, index.expand(mask.shape)[mask], cu_seqlens, int(lengths.max()))
 
 
 def packed_attention(
@@ -99,7 +165,7 @@ def attention_of_rows(
         [S, heads, head size].
     """
     if soft_cap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        bounds = (packing.boundaries, packing.longest)
+        bounds = (packing.cu_seqlens, packing.max_seqlen)
         return strictly_deterministic_gradient(
             varlen_attention(query, key, value, *bounds, scaling, sliding_window, sinks)
         )
@@ -172,18 +238,18 @@ class GatedMLP(nn.Module):
 
     Args:
         mlp: Its linears are gate, up and down, or gate and up in one, and down.
-        product: Of `ACTIVATIONS`.
+        activation: Of `ACTIVATIONS`.
     """
 
     down_proj: nn.Module
 
-    def __init__(self, mlp: nn.Module, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, mlp: nn.Module, activation: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         linears = {name: child for name, child in mlp.named_children() if name.endswith("_proj")}
         for name, child in linears.items():
             self.add_module(name, child)
         self._shared_input = tuple(name for name in linears if name != "down_proj")
-        self._product = product
+        self._activation = activation
         self.tile_tokens: int | None = None
         """Most tokens computed at once; None for all of them."""
 
@@ -202,9 +268,56 @@ class GatedMLP(nn.Module):
     def _at_once(self, x: Tensor) -> Tensor:
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        with nullcontext() if results_needed() else graph_only():
-            result: Tensor = self.down_proj(self._product(gate, up))
+        with last_addend():
+            result: Tensor = self.down_proj(self._activation(gate, up))
         return result
+
+
+def tiled(run: Callable[[Tensor], Tensor], x: Tensor, tokens: int, parameters: Sequence[Tensor]) -> Tensor:
+    """run(x), a function of each row by itself, computed in tiles of rows.
+
+    Args:
+        run: [..., rows, hidden] to the same shape, with the same result whenever it is called.
+        x: [..., rows, hidden].
+        tokens: Most rows of a tile.
+        parameters: Tensors that require gradients and that `run` uses; they get their gradients.
+    """
+    return _Tiled.apply(x, run, -(-x.shape[-2] // tokens), *parameters)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], tiles: int, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *parameters)
+        ctx.run, ctx.tiles = run, tiles
+        if leaves_out_last_addend():
+            return x.new_full((), torch.nan).expand(x.shape)
+        y = torch.empty_like(x)
+        with without_saving_products():
+            for out, tile in zip(y.tensor_split(tiles, -2), x.tensor_split(tiles, -2), strict=True):
+                out.copy_(run(tile))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        trained = [parameter for parameter, needed in zip(parameters, ctx.needs_input_grad[3:], strict=True) if needed]
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        sums: list[Tensor] = []
+        for index, (tile, dy) in enumerate(
+            zip(x.tensor_split(ctx.tiles, -2), grad.tensor_split(ctx.tiles, -2), strict=True)
+        ):
+            with torch.enable_grad(), without_last_addend():
+                piece = tile.detach().requires_grad_(dx is not None)
+                y = ctx.run(piece)
+            inputs = trained if dx is None else [piece, *trained]
+            found = list(torch.autograd.grad(y, inputs, dy))
+            if dx is not None:
+                dx.tensor_split(ctx.tiles, -2)[index].copy_(found.pop(0))
+            sums = [total.add_(one) for total, one in zip(sums, found, strict=True)] if sums else found
+        totals = iter(sums)
+        return dx, None, None, *(next(totals) if needed else None for needed in ctx.needs_input_grad[3:])
 
 
 def use_gated_mlps(model: nn.Module) -> None:

@@ -17,19 +17,18 @@ from transformers import PreTrainedModel
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError, path_text, require_at_least, require_one_of, require_type
-from qerl_pl.formats.base import QUANTIZATIONS, Quantization, format_of
-from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.base import format_of, named_format
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
 from qerl_pl.models.families import PROJECTIONS, check_family, find_family, logit_cap
 from qerl_pl.models.folder import load_tokenizer, longest_sequence, read_config
 from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
-from qerl_pl.policy.adapter import LoraAdapter, load_in_place
+from qerl_pl.policy.adapter import LoraAdapter, SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.loading import load_base
 from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.policy.packed_layers import Packing
-from qerl_pl.policy.saved_adapter import SavedAdapter, read_adapter
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
 
@@ -52,7 +51,7 @@ class PolicyConfig:
             writes them. Null takes the toy policy that `toy` describes.
         toy: The embedded toy policy, trained on first use and cached; used when `path` is null.
         quantization: `nvfp4`, `mxfp4` and `nf4` (QLoRA) hold the base in 4 bits (16-bit weights are quantized once
-            and cached), `none` in `dtype`: plain LoRA.
+            and cached), `none` in `dtype`: plain LoRA. Or the import path of a `BaseFormat` of yours.
         dtype: Data type of activations, embeddings, norms and, without quantization, of the base.
         finetune: `lora` trains an adapter over the frozen base. `full` trains float32 master weights of a base without
             quantization; `lora` and `train_norms` below mean nothing then.
@@ -73,7 +72,7 @@ class PolicyConfig:
 
     path: str | None = None
     toy: ToyConfig = field(default_factory=ToyConfig)
-    quantization: Quantization = "nvfp4"
+    quantization: str = "nvfp4"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     finetune: Literal["lora", "full"] = "lora"
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -86,12 +85,10 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         for name in ("path", "adapter"):
             object.__setattr__(self, name, path_text(f"model.policy.{name}", getattr(self, name)))
-        for name, choices in (
-            ("quantization", QUANTIZATIONS),
-            ("dtype", tuple(DTYPES)),
-            ("finetune", ("lora", "full")),
-        ):
-            require_one_of(choices, f"model.policy.{name}", getattr(self, name))
+        require_type(str, {"model.policy.quantization": self.quantization}, "name a format")
+        named_format(self.quantization)
+        require_one_of(tuple(DTYPES), "model.policy.dtype", self.dtype)
+        require_one_of(("lora", "full"), "model.policy.finetune", self.finetune)
         require_type(LoraConfig, {"model.policy.lora": self.lora}, "write LoraConfig(rank=16), say")
         require_type(ToyConfig, {"model.policy.toy": self.toy}, "write ToyConfig(), or name a path")
         tiles = None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
@@ -229,7 +226,7 @@ def predicting_states(
         tokens: Right-padded token ids, int64 [B, T].
         lengths: Real tokens of each row, int64 [B].
         mask: bool [B, T], with a token, and False at position 0; rows without a token are skipped.
-        routing: As for `Policy.token_logprobs`.
+        routing: As for `Policy.token_values`.
     """
     rows = mask.any(dim=1)
     packing = Packing.of(lengths[rows], tokens.shape[1])
@@ -319,19 +316,6 @@ class Policy(nn.Module):
         """Whether every weight trains; then there is no adapter to switch off."""
         return self.trained.full_finetuning
 
-    def token_logprobs(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        mask: Tensor,
-        temperature: float,
-        entropy_gradient: bool = False,
-        reference: bool = False,
-        routing: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies as `token_values`, which describes the arguments."""
-        return self.token_values(tokens, lengths, mask, temperature, entropy_gradient, reference, routing)[:2]
-
     def token_values(
         self,
         tokens: Tensor,
@@ -386,7 +370,7 @@ class Policy(nn.Module):
         """Log-probability of each masked token, and whether it is the most likely one.
 
         Args:
-            tokens: As for `token_logprobs`, like the others.
+            tokens: As for `token_values`, like the others.
             lengths: [B].
             mask: [B, T], with at least one token.
 

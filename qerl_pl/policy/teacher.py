@@ -12,14 +12,14 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError, path_text
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.models.families import check_family, logit_cap
 from qerl_pl.models.folder import TensorFiles, load_config, load_tokenizer, read_config
 from qerl_pl.models.memory import GIB, TeacherBytes, files_gib
 from qerl_pl.policy.loading import load_base
-from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.policy.policy import DTYPES, PolicyConfig, predicting_states
 from qerl_pl.types import Experience, TeacherStates
 

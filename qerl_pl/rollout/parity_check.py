@@ -41,7 +41,7 @@ class CheckedPolicy(Protocol):
     def weights(self, version: int, *, reference: bool = False) -> PolicyWeights:
         """Weights for an engine, or those of the reference policy."""
 
-    def token_logprobs(
+    def token_values(
         self,
         tokens: Tensor,
         lengths: Tensor,
@@ -50,8 +50,8 @@ class CheckedPolicy(Protocol):
         *,
         reference: bool = False,
         routing: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies at the tokens of the mask, float32 [B, T] each; or the reference policy's."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probabilities at the tokens of the mask, float32 [B, T], and more; or the reference policy's."""
 
     def perturbed(self, seed: int, strength: float) -> AbstractContextManager[None]:
         """Inside the block the adapter, or some of the weights, are random."""
@@ -176,7 +176,7 @@ class _Comparison:
         replay = {} if routing is None else {"routing": routing.to(tokens.device)}
         self.policy.eval()
         with torch.no_grad():
-            logprobs, _ = self.policy.token_logprobs(tokens, lengths, mask, 1.0, reference=reference, **replay)
+            logprobs, *_ = self.policy.token_values(tokens, lengths, mask, 1.0, reference=reference, **replay)
         return (logprobs - sampled)[mask].abs().mean().item(), logprobs[mask]
 
 

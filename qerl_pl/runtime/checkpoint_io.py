@@ -278,7 +278,7 @@ def check_fits(state: Mapping[str, Any], **own: Any) -> None:
 
     Args:
         state: The checkpoint's entry `CHECKPOINT_KEY`.
-        own: The run's values, by keys of `KEPT`: digests of folders (`folder_identity`) and of weights, "lora" or
+        own: The run's values, by keys of `KEPT`: digests of folders (`folder_fingerprint`) and of weights, "lora" or
             "full", and alpha / rank.
 
     Raises:

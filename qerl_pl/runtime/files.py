@@ -248,7 +248,7 @@ def is_full_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in FULL_DISK
 
 
-def folder_identity(folder: Path) -> str:
+def folder_fingerprint(folder: Path) -> str:
     """Digest of a model folder's content, equal for equal copies on any path.
 
     It covers config.json, and of each safetensors file its size and 64 evenly spaced blocks of 1 MiB (of up to 64 MiB

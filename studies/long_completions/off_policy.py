@@ -28,7 +28,7 @@ from qerl_pl.datamodules import TableDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine, VLLMEngine
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import Policy, PolicyConfig
-from qerl_pl.policy.micro_batches import partition_micro_batches
+from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.rewards import as_rewards
 from qerl_pl.rollout import Collector, CollectorConfig
 from qerl_pl.types import Experience, SamplingConfig
@@ -61,7 +61,7 @@ def trainer_logprobs(policy: Policy, experience: Experience, max_tokens: int) ->
     logprobs = torch.zeros_like(experience.sampler_logprobs)
     for rows in partition_micro_batches(experience.lengths.tolist(), max_tokens):
         batch = experience.tokens[rows], experience.lengths[rows], experience.mask[rows]
-        logprobs[rows] = policy.token_logprobs(*batch, experience.temperature)[0]
+        logprobs[rows] = policy.token_values(*batch, experience.temperature)[0]
     return logprobs
 
 

@@ -65,7 +65,7 @@ def nats(policy: Policy, rows: Sequence[tuple[list[int], int]], at_once: int = 8
         prompts = [Prompt("", tuple(ids[:start]), "", "") for ids, start in batch]
         completions = [[Completion(tuple(ids[start:]), (0.0,) * (len(ids) - start), "stop")] for ids, start in batch]
         tokens, lengths, mask, _ = (tensor.to(device) for tensor in pad_completions(prompts, completions, 0))
-        logprobs: Tensor = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+        logprobs: Tensor = policy.token_values(tokens, lengths, mask, 1.0)[0]
         losses += (-(logprobs * mask).sum(1) / mask.sum(1)).tolist()
     return losses
 

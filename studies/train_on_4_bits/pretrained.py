@@ -17,7 +17,7 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from qerl_kernels import select_backend
@@ -32,12 +32,12 @@ from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.evaluation.metrics import bootstrap_interval
-from qerl_pl.formats.base import Quantization
+from qerl_pl.formats.base import QUANTIZATIONS
 from qerl_pl.models.families import linear_shapes
 from qerl_pl.models.folder import load_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.policy.micro_batches import partition_micro_batches
-from qerl_pl.policy.saved_adapter import read_adapter
+from qerl_pl.policy.adapter import read_adapter
+from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, Reward
 from qerl_pl.types import Prompt, SamplingConfig
 
@@ -188,7 +188,7 @@ class Measurement:
         self.policy.eval()
         for indices in partition_micro_batches([len(row.token_ids) for row in rendered], 16384):
             tokens, lengths, mask = padded([rendered[index] for index in indices], self.device)
-            logprobs = self.policy.token_logprobs(tokens, lengths, mask, temperature=1.0)[0]
+            logprobs = self.policy.token_values(tokens, lengths, mask, temperature=1.0)[0]
             for index, total, count in zip(indices, logprobs.sum(1).tolist(), mask.sum(1).tolist(), strict=True):
                 losses[index] = -total / count
         return losses
@@ -232,7 +232,7 @@ def main() -> None:
     measure = commands.add_parser("measure")
     measure.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     measure.add_argument("--data", type=Path, required=True, help="folder with test.jsonl of GSM8K")
-    measure.add_argument("--format", choices=get_args(Quantization), default="none")
+    measure.add_argument("--format", choices=QUANTIZATIONS, default="none")
     measure.add_argument("--adapter", type=Path)
     measure.add_argument("--style", choices=SYSTEM_PROMPTS, default="boxed")
     measure.add_argument("--questions", type=int, default=1319)

@@ -30,7 +30,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from lightning import Trainer
@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import report
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import Quantization
+from qerl_pl.formats.base import QUANTIZATIONS
 from qerl_pl.models.folder import copy_other_files, read_config
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
 from qerl_pl.runtime.files import atomic_directory, build_once
@@ -277,7 +277,7 @@ def main(words: Sequence[str] | None = None) -> None:
     one.add_argument("model", type=Path, help="folder of a 16-bit model with a chat template")
     one.add_argument("starts", type=Path)
     one.add_argument("--data", type=Path, required=True, help="folder with GSM8K's train.jsonl and test.jsonl")
-    one.add_argument("--format", choices=get_args(Quantization), required=True)
+    one.add_argument("--format", choices=QUANTIZATIONS, required=True)
     one.add_argument("--rounding", type=int, default=0, help="seed of the channels' order; 0 is the model's own")
     one.add_argument("--taught", type=int, default=2048, help="rows that are taught")
     one.add_argument("--held-out", type=int, default=1024, help="rows that the accuracy is measured on")

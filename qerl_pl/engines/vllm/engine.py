@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend
+from qerl_kernels import DECODE_GEMM_MAX_TOKENS, select_backend_of
 
 from qerl_pl.engines.base import (
     EngineSpec,
@@ -26,18 +26,23 @@ from qerl_pl.engines.base import (
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.requests import BatchSource, completion_of, request_params
 from qerl_pl.engines.vllm.startup import (
+    check_reads,
     graph_settings,
     import_vllm,
+    linear_backend,
+    load_options,
+    moe_backend,
     position_overrides,
     process_state_restored,
     register_architecture,
     release_memory,
+    runs,
     vllm_errors_as_user_errors,
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.base import BaseFormat, format_of
-from qerl_pl.formats.dense import DENSE
+from qerl_pl.formats.base import format_of
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.models.families import family_of, has_experts, linear_shapes
 from qerl_pl.models.folder import end_token_ids, load_config, load_tokenizer, read_config
@@ -55,16 +60,6 @@ REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_ke
 
 
 _LOAD_FORMATS = {"auto": "safetensors", "dummy": "dummy"}
-
-
-def _check_reads(base_format: BaseFormat, missing: Mapping[str, str]) -> None:
-    """Refuse a base whose format this vLLM does not read, by `compat.check_names`."""
-    method = base_format.vllm_options.get("quantization")
-    if method is not None and method in missing:
-        raise UserError(
-            f"vLLM reads {base_format.name.upper()} by {method}; {missing[method]}: install vllm 0.25.1, quantize to "
-            "nvfp4, or use TransformersEngine"
-        )
 
 
 class VLLMEngine(RolloutEngine):
@@ -172,8 +167,8 @@ class VLLMEngine(RolloutEngine):
                 setting of the model.
         """
         base_format = format_of(spec.base)
-        served = base_format if spec.device.type in base_format.vllm_devices else DENSE
-        backend = served.vllm_linear_backend(self.linear_backend)
+        served = base_format if runs(base_format, spec.device) else DENSE
+        backend = linear_backend(served, self.linear_backend)
         config = load_config(spec.base)
         weight_map.check_fixed(config, family_of(config.model_type))
         linears = linear_shapes(config)
@@ -265,11 +260,10 @@ class VLLMEngine(RolloutEngine):
         dense_above, decode_gemm_max_tokens = (self.dense_above, self.decode_gemm_max_tokens) if ours else (None, None)
         worker_cls = worker.worker_class(spec.device, spec.ranks)
         self._missing = compat.check_names(spec.device.type)
-        if self._on_gpu:  # for every base: vLLM samples with what it compiles and warms up now
-            select_backend("triton")
+        select_backend_of(spec.device)  # for every base: vLLM samples with what it compiles and warms up now
         config, base_format = read_config(base), format_of(base)
-        _check_reads(base_format, self._missing)
-        experts = base_format.vllm_moe_backend(self.linear_backend, self.share_weights) if has_experts(config) else None
+        check_reads(base_format, self._missing)
+        experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config)
             return LLM(
@@ -280,7 +274,7 @@ class VLLMEngine(RolloutEngine):
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
                 # By name: vLLM would prefer a second layout of the weights, which Mistral's repositories have.
                 config_format="hf",
-                **{"load_format": _LOAD_FORMATS[self.load_format], **base_format.vllm_options},
+                **{"load_format": _LOAD_FORMATS[self.load_format], **load_options(base_format)},
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",

@@ -22,7 +22,7 @@ from qerl_kernels import (
     mixture_of_experts,
     silu_product,
 )
-from qerl_kernels.experts import Product
+from qerl_kernels.experts import Activation
 from torch import Tensor
 from torch.nn import functional
 
@@ -62,7 +62,7 @@ def kernel_name(module: Any) -> str:
     return (getattr(method, "experts_cls", None) or type(method)).__name__
 
 
-def computation_of(family: Family, config: Any) -> tuple[Product, bool]:
+def computation_of(family: Family, config: Any) -> tuple[Activation, bool]:
     """act(gate) * up as vLLM's model of a family computes it, and whether rows of gates and ups are interleaved.
 
     Args:
@@ -72,8 +72,8 @@ def computation_of(family: Family, config: Any) -> tuple[Product, bool]:
     if family.experts is None or not family.experts.clamped:
         return silu_product, family.experts is not None and family.experts.stored_in_stacks
     constants: Any = family.fixed_in_vllm(config)
-    product = partial(clamped_swiglu, alpha=constants["swiglu_alpha"], limit=constants["swiglu_limit"])
-    return product, family.experts.stored_in_stacks
+    activation = partial(clamped_swiglu, alpha=constants["swiglu_alpha"], limit=constants["swiglu_limit"])
+    return activation, family.experts.stored_in_stacks
 
 
 def shared_experts(model: Any, family: Family, config: Any) -> dict[str, StackedWeight] | None:
@@ -92,23 +92,23 @@ def shared_experts(model: Any, family: Family, config: Any) -> dict[str, Stacked
         UserError: The trainer would compute something else with them than vLLM does.
     """
     shared: dict[str, StackedWeight] = {}
-    product, alternating = computation_of(family, config)
+    activation, interleaved = computation_of(family, config)
     for name, module in layers(model).items():
-        stacks = marlin_stacks(module, alternating)
+        stacks = marlin_stacks(module, interleaved)
         if stacks is None:
             return None
         if not shared:  # all layers are laid out alike
-            _check(name, module, *stacks, product, alternating)
+            _check(name, module, *stacks, activation, interleaved)
         shared |= {f"{name}.gate_up_proj": stacks[0], f"{name}.down_proj": stacks[1]}
     return shared
 
 
-def marlin_stacks(module: Any, alternating: bool = False) -> tuple[StackedWeight, StackedWeight] | None:
+def marlin_stacks(module: Any, interleaved: bool = False) -> tuple[StackedWeight, StackedWeight] | None:
     """Gates and ups, and downs, without their padding.
 
     Args:
         module: vLLM's.
-        alternating: Rows of gates and ups are interleaved, so that padding follows both; otherwise it follows each.
+        interleaved: Rows of gates and ups are interleaved, so that padding follows both; otherwise it follows each.
 
     Returns:
         None where they are in another layout than Marlin's, or padded and not interleaved.
@@ -117,8 +117,8 @@ def marlin_stacks(module: Any, alternating: bool = False) -> tuple[StackedWeight
         return None
     config = module.moe_config
     experts, padded = config.num_experts, (config.hidden_dim, config.intermediate_size_per_partition)
-    hidden, inner = real = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
-    if real != padded and not alternating:
+    hidden, intermediate = real = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
+    if real != padded and not interleaved:
         return None
     tensors = [
         MarlinTensor(
@@ -131,7 +131,7 @@ def marlin_stacks(module: Any, alternating: bool = False) -> tuple[StackedWeight
     expected = [(experts, 2 * padded[1], padded[0]), (experts, padded[0], padded[1])]
     if [MarlinStack(tensor).shape for tensor in tensors] != expected:
         return None
-    return MarlinStack(tensors[0], 2 * inner, hidden), MarlinStack(tensors[1], hidden, inner)
+    return MarlinStack(tensors[0], 2 * intermediate, hidden), MarlinStack(tensors[1], hidden, intermediate)
 
 
 def _data(tensor: Tensor | None) -> Tensor | None:
@@ -139,14 +139,14 @@ def _data(tensor: Tensor | None) -> Tensor | None:
 
 
 def _check(
-    name: str, module: Any, gate_up: StackedWeight, down: StackedWeight, product: Product, alternating: bool
+    name: str, module: Any, gate_up: StackedWeight, down: StackedWeight, activation: Activation, interleaved: bool
 ) -> None:
     """Compare vLLM's fused product with that of the dequantized weights.
 
     Raises:
         UserError: They differ.
     """
-    found = difference(module, gate_up, down, PROBES, product, alternating)
+    found = difference(module, gate_up, down, PROBES, activation, interleaved)
     if not found <= TOLERANCE:
         raise UserError(
             f"Marlin's fused experts and the dequantized ones must give the same product; those of {name} differ by "
@@ -160,8 +160,8 @@ def difference(
     gate_up: StackedWeight,
     down: StackedWeight,
     tokens: int,
-    product: Product = silu_product,
-    alternating: bool = False,
+    activation: Activation = silu_product,
+    interleaved: bool = False,
 ) -> float:
     """Relative difference between vLLM's fused product and that of the dequantized weights, both without biases.
 
@@ -170,18 +170,18 @@ def difference(
         gate_up: Its gates and ups.
         down: Its downs.
         tokens: Number of tokens.
-        product: act(gate) * up.
-        alternating: Rows of gates and ups are interleaved.
+        activation: act(gate) * up.
+        interleaved: Rows of gates and ups are interleaved.
     """
     experts, hidden, _ = down.shape
     generator, device = torch.Generator().manual_seed(0), module.w13_weight.device
     x = torch.randn(tokens, hidden, generator=generator, device="cpu").to(device, torch.bfloat16)
     logits = torch.randn(tokens, experts, generator=generator, device="cpu").to(device)
-    share, chosen = logits.softmax(-1).topk(module.moe_config.experts_per_token, dim=-1)
-    expected = mixture_of_experts(x, share, chosen, gate_up, down, product, alternating=alternating)
+    topk_weights, topk_ids = logits.softmax(-1).topk(module.moe_config.experts_per_token, dim=-1)
+    expected = mixture_of_experts(x, topk_weights, topk_ids, gate_up, down, activation, interleaved=interleaved)
     padded = functional.pad(x, (0, module.moe_config.hidden_dim - hidden))
     with _without_biases(module):
-        actual: Tensor = module.quant_method.apply(module, padded, share, chosen.int(), None, None)[:, :hidden]
+        actual: Tensor = module.quant_method.apply(module, padded, topk_weights, topk_ids.int(), None, None)[:, :hidden]
     return relative_difference(actual, expected)
 
 

@@ -11,17 +11,10 @@ from torch.nn import functional as F
 from qerl_pl.engines.base import check_tensor
 from qerl_pl.errors import UserError
 from qerl_pl.formats.nf4 import NF4_BLOCK, NF4Weight
-from qerl_pl.models.families import Family
+from qerl_pl.models.families import Family, family_of
 
 FusedSlice = tuple[str, int, int]
 """A linear of the base model in one of vLLM's: its name, rows [start, stop)."""
-
-_VOCABULARY = {
-    "model.embed_tokens": "model.embed_tokens",
-    "model.embedding": "model.embed_tokens",  # of gpt-oss
-    "lm_head": "lm_head",
-}
-"""The base model's name of a module by vLLM's."""
 
 
 def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
@@ -62,11 +55,10 @@ def check_fixed(config: Any, family: Family) -> None:
 
 def vocabulary(model: Any) -> dict[str, Tensor]:
     """Embeddings and lm_head by checkpoint name, without vLLM's padding rows."""
-    return {
-        f"{_VOCABULARY[name]}.weight": module.weight.data[: model.config.vocab_size]
-        for name, module in model.named_modules()
-        if name in _VOCABULARY and isinstance(getattr(module, "weight", None), Tensor)
-    }
+    base_name = family_of(model.config.model_type).name_in_base
+    found = {base_name(name): getattr(module, "weight", None) for name, module in model.named_modules()}
+    tables = ((name, found.get(name)) for name in ("model.embed_tokens", "lm_head"))
+    return {f"{name}.weight": w.data[: model.config.vocab_size] for name, w in tables if isinstance(w, Tensor)}
 
 
 METHOD = "BitsAndBytesLinearMethod"

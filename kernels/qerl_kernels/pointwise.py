@@ -1,4 +1,4 @@
-"""Gated activations of a decoder's MLP; SwiGLU is one kernel forward, one backward, and saves only its inputs."""
+"""RMSNorm with a frozen scale, rotary embedding, gated activations: a kernel in each direction, few saved tensors."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +10,91 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from qerl_kernels.backend import runs_triton
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps), computed in float32, in x's dtype [..., K].
+
+    With a weight [K] in float32 it is rounded once. With one in the dtype of x it is rounded before the weight
+    multiplies, too, as transformers' and vLLM's norms of Llama, Qwen and Mistral are.
+
+    The kernel sums a row's squares in its own order, the same for any number of rows. If `weight` requires gradients,
+    plain PyTorch runs.
+    """
+    if weight.requires_grad or not runs_triton(x):
+        return plain_rms_norm(x, weight, eps)
+    return _FrozenRMSNorm.apply(x, weight, eps)
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` in plain PyTorch."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide.to(torch.promote_types(weight.dtype, x.dtype))).to(x.dtype)
+
+
+class _FrozenRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from qerl_kernels import triton_pointwise
+
+        y, inverse = triton_pointwise.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from qerl_kernels import triton_pointwise
+
+        return triton_pointwise.rms_norm_gradient(grad, *ctx.saved_tensors), None, None
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """x cos + rotate_half(x) sin for queries and keys: channels i and i + size / 2 form a pair.
+
+    Each product rounds to its dtype before the sum does, as PyTorch's single operations round, in both directions.
+
+    Args:
+        query: [S, heads, size], size even.
+        key: [S, key-value heads, size].
+        cos: [S, size]; of another dtype, or if it requires gradients, plain PyTorch runs.
+        sin: As `cos`.
+    """
+    alike = query.dtype == key.dtype == cos.dtype == sin.dtype and query.shape[-1] == cos.shape[-1]
+    if alike and runs_triton(query) and not (cos.requires_grad or sin.requires_grad):
+        return _Rotary.apply(query, key, cos, sin)
+    return plain_rotary(query, key, cos, sin)
+
+
+def plain_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotary` in plain PyTorch."""
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+class _Rotary(torch.autograd.Function):
+    """One kernel in each direction; saves cosines and sines only, which all layers share."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from qerl_kernels import triton_pointwise
+
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        return triton_pointwise.rotary(query, key, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+        from qerl_kernels import triton_pointwise
+
+        return *triton_pointwise.rotary_gradient(grad_query, grad_key, *ctx.saved_tensors), None, None
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -98,14 +183,14 @@ class _ClampedSwiGLU(Function):
 class _SiluProduct(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from qerl_kernels import triton_activation
+        from qerl_kernels import triton_pointwise
 
         ctx.save_for_backward(gate, up)
-        return triton_activation.silu_product(gate, up)
+        return triton_pointwise.silu_product(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        from qerl_kernels import triton_activation
+        from qerl_kernels import triton_pointwise
 
-        return triton_activation.gradient(grad.contiguous(), *ctx.saved_tensors)
+        return triton_pointwise.silu_product_gradient(grad.contiguous(), *ctx.saved_tensors)

@@ -1,0 +1,292 @@
+"""NVFP4 and MXFP4, the formats of compressed-tensors with 4-bit floats, and MXFP4 of experts in stacks.
+
+A linear X is stored as `X.weight_packed` uint8 [N, K/2] and `X.weight_scale`: in `nvfp4-pack-quantized` float8_e4m3fn
+[N, K/16], with `X.weight_global_scale` float32 [1], the divisor of the block scales; in `mxfp4-pack-quantized` uint8
+[N, K/32], powers of two. Embeddings, norms, biases and lm_head stay in 16 bits. transformers and vLLM load both.
+
+gpt-oss is published with the matrix X of all experts, `….experts.gate_up_proj` or `….experts.down_proj`, as `X_blocks`
+uint8 [E, N, K/32, 16] and `X_scales` uint8 [E, N, K/32], the same codes and scales. All else stays in 16 bits; without
+quantization such a matrix is X [E, K, N].
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from compressed_tensors.config import CompressionFormat
+from compressed_tensors.quantization import (
+    DEFAULT_QUANTIZATION_METHOD,
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    QuantizationStatus,
+    QuantizationStrategy,
+    QuantizationType,
+)
+from qerl_kernels import (
+    MXFP4Stack,
+    MXFP4Tensor,
+    MXFP4Weight,
+    NVFP4Stack,
+    NVFP4Tensor,
+    NVFP4Weight,
+    StackedWeight,
+    dequantize_nvfp4,
+    nvfp4_global_scale,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
+from torch import Tensor
+
+from qerl_pl.errors import UserError
+from qerl_pl.formats.base_format import BaseFormat, DenseFormat, Place, extra_setting
+from qerl_pl.models.families import fused_group
+from qerl_pl.models.folder import TensorFiles, in_dtype
+
+_FREE = ("config_groups", "ignore", "quantization_status", "global_compression_ratio", "version")
+"""Settings that say which weights are quantized, which the files show, and who wrote them."""
+_NEEDED = ("num_bits", "type", "strategy", "group_size")
+"""Settings of a group's weights whose defaults are other formats'."""
+_FREE_OF_WEIGHTS = ("observer", "observer_kwargs", "zp_dtype")
+_CALIBRATION = (("actorder", "static"), ("actorder", "weight"))
+"""An order in which GPTQ rounds; the weights lie in their own."""
+
+
+class PackedFormat(BaseFormat):
+    """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
+
+    compression: ClassVar[CompressionFormat]
+    stores_experts = True
+
+    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
+        return quantization is not None and quantization.get("format") == self.compression.value
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        quantization = quantization or {}
+        groups = quantization.get("config_groups") or {}
+        if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+            return f"config_groups {groups!s:.80}"  # a name of several schemes, say
+        if any(group.get("input_activations") or group.get("output_activations") for group in groups.values()):
+            return "quantized activations"
+        sparsity, (exact,) = quantization.get("sparsity_config"), self.config["config_groups"].values()
+        dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense" and not sparsity.get("targets")
+        found = [extra_setting(quantization, self.config, (*_FREE, "sparsity_config") if dense else _FREE)]
+        for group in groups.values():
+            weights = group.get("weights") if isinstance(group.get("weights"), Mapping) else {}
+            needed = {key: weights.get(key) or "absent" for key in _NEEDED}
+            asked = {key: value for key, value in weights.items() if (key, value) not in _CALIBRATION}
+            found.append(extra_setting(group, {"format": self.compression.value}, ("targets", "weights")))
+            found.append(extra_setting(asked | needed, exact["weights"], _FREE_OF_WEIGHTS))
+        return next(filter(None, found), None)
+
+    def dense_shape(self, linear: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        *rows, half = stored[f"{linear}.{self.suffixes[0]}"]
+        scales, shape = stored.get(f"{linear}.{self.suffixes[1]}"), (*rows, 2 * half)  # two codes a byte
+        if scales not in (None, (*rows, 2 * half // self.block)):
+            raise UserError(
+                f"{self.compression.value} has a scale for every {self.block} weights of a row; {linear} has {shape} "
+                f"weights and {scales} scales: quantize the 16-bit model"
+            )
+        return shape
+
+    @abstractmethod
+    def stack(self, stored: Sequence[Tensor]) -> StackedWeight:
+        """The frozen weights of a layer's experts, from their tensors [E, ...] in the order of `suffixes`."""
+
+    def stacked_weight(
+        self, experts: Sequence[Sequence[str]], tensors: TensorFiles, dtype: torch.dtype, place: Place
+    ) -> StackedWeight:
+        stored = []
+        held = tensors.read_all([stored for names in experts for name in names for stored in self.tensor_names(name)])
+        for suffix in self.suffixes:
+            parts = [[held.pop(f"{name}.{suffix}") for name in names] for names in experts]
+            # `check` has seen that the linears of an expert share their global scale.
+            matrices = [part[0].reshape(()) if part[0].numel() == 1 else _by_rows(part) for part in parts]
+            stored.append(place(_stacked(matrices)))
+        return self.stack(stored)
+
+
+def _by_rows(parts: Sequence[Tensor]) -> Tensor:
+    """`torch.cat` of bytes in any data type: 8-bit floats cannot be concatenated everywhere."""
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def _stacked(matrices: Sequence[Tensor]) -> Tensor:
+    if matrices[0].dim() == 0:
+        return torch.stack(list(matrices))
+    return torch.stack([matrix.view(torch.uint8) for matrix in matrices]).view(matrices[0].dtype)
+
+
+def quantization_config(
+    compression: CompressionFormat, strategy: QuantizationStrategy, group_size: int, scale_dtype: torch.dtype
+) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint whose linears, except lm_head, have 4-bit float weights.
+
+    Every field is set and no default is written, so that config.json, which a base model's fingerprint covers, is the
+    same with each release of compressed-tensors.
+    """
+    weights = QuantizationArgs(
+        num_bits=4,
+        type=QuantizationType.FLOAT,
+        symmetric=True,
+        strategy=strategy,
+        group_size=group_size,
+        dynamic=False,
+        scale_dtype=scale_dtype,
+        observer="memoryless_minmax",
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
+    config = QuantizationConfig(
+        quant_method=DEFAULT_QUANTIZATION_METHOD,
+        format=compression.value,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=["lm_head"],
+        config_groups={"group_0": scheme},
+    )
+    document = config.model_dump(mode="json", exclude_unset=True)
+    document["config_groups"]["group_0"]["weights"].pop("zp_dtype", None)  # null, which 0.17 adds
+    return document
+
+
+NVFP4_CONFIG = quantization_config(
+    CompressionFormat.nvfp4_pack_quantized, QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn
+)
+"""`quantization_config` of an NVFP4 checkpoint."""
+
+
+class NVFP4Format(PackedFormat):
+    """4-bit weights with an E4M3 scale for every 16 weights and a global scale."""
+
+    name = "nvfp4"
+    compression = CompressionFormat.nvfp4_pack_quantized
+    config = NVFP4_CONFIG
+    suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
+    block = 16
+
+    def weight(self, stored: Sequence[Tensor]) -> NVFP4Weight:
+        return NVFP4Weight(NVFP4Tensor(*stored))
+
+    def dense(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        return dequantize_nvfp4(*NVFP4Tensor(*stored), dtype)
+
+    def stack(self, stored: Sequence[Tensor]) -> NVFP4Stack:
+        return NVFP4Stack(NVFP4Tensor(*stored))
+
+    def check(self, tensors: TensorFiles) -> None:
+        """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
+        names = [name for name in tensors if name.endswith(".weight_global_scale")]
+        groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
+        held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])
+        for group in groups:
+            scales = {member: held[f"{member}_global_scale"].item() for member in group}
+            if len(set(scales.values())) > 1:
+                values = ", ".join(f"{key}={value:g}" for key, value in scales.items())
+                raise UserError(
+                    f"projections that run fused must share one global scale; got {values}; "
+                    "quantize the 16-bit weights with `qerl quantize`"
+                )
+
+    def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
+        return nvfp4_global_scale(*weights)
+
+    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        packed, scale, _ = quantize_nvfp4(rows, global_scale)
+        return packed, scale
+
+    def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+        assert global_scale is not None
+        return dequantize_nvfp4(codes, scales, global_scale, torch.float32)
+
+
+MXFP4_CONFIG = quantization_config(CompressionFormat.mxfp4_pack_quantized, QuantizationStrategy.GROUP, 32, torch.uint8)
+"""`quantization_config` of an MXFP4 checkpoint."""
+
+
+class _Rounding(BaseFormat):
+    """Of matrices to MXFP4."""
+
+    name = "mxfp4"
+    block = 32
+
+    def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        packed, scale = quantize_mxfp4(rows)
+        return packed, scale
+
+    def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
+        return MXFP4Weight(MXFP4Tensor(codes, scales)).dense(torch.float32)
+
+
+class MXFP4Format(_Rounding, PackedFormat):
+    """4-bit weights with a power of two for every 32 weights."""
+
+    compression = CompressionFormat.mxfp4_pack_quantized
+    config = MXFP4_CONFIG
+    suffixes = tuple(f"weight_{field}" for field in MXFP4Tensor._fields)
+    remedy = "use nvfp4, or none"
+
+    @property
+    def of_stacks(self) -> BaseFormat:
+        return MXFP4StacksFormat()
+
+    def weight(self, stored: Sequence[Tensor]) -> MXFP4Weight:
+        return MXFP4Weight(MXFP4Tensor(*stored))
+
+    def stack(self, stored: Sequence[Tensor]) -> MXFP4Stack:
+        return MXFP4Stack(MXFP4Tensor(*stored))
+
+
+STACKS_CONFIG = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+        *("model.embed_tokens", "lm_head"),
+    ],
+}
+"""`quantization_config` of a checkpoint with experts in stacks, as gpt-oss is published."""
+_STORED = ("_blocks", "_scales")
+
+
+class MXFP4StacksFormat(_Rounding, DenseFormat):
+    """4-bit experts in stacks, as gpt-oss is published; everything else in 16 bits."""
+
+    config = STACKS_CONFIG
+    remedy = "use none"
+    stores_experts = True
+
+    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
+        return quantization is not None and quantization.get("quant_method") == self.config["quant_method"]
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        return extra_setting(quantization or {}, STACKS_CONFIG, ("modules_to_not_convert",))
+
+    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, shape in tensors.shapes().items():
+            if name.endswith(_STORED[0]):
+                experts, rows, blocks, size = shape
+                shapes[name.removesuffix(_STORED[0])] = (experts, 2 * blocks * size, rows)
+            elif not name.endswith(_STORED[1]):
+                shapes[name] = shape
+        return shapes
+
+    def stack_names(self, stack: str) -> tuple[str, ...]:
+        return tuple(f"{stack}{suffix}" for suffix in _STORED)
+
+    def expert_stack(self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Place) -> StackedWeight:
+        blocks, scales = (tensors.read(name) for name in self.stack_names(stack))
+        return MXFP4Stack(MXFP4Tensor(place(blocks.flatten(-2)), place(scales)))
+
+    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name in tensors:
+            if name.endswith(_STORED[0]):
+                stack = name.removesuffix(_STORED[0])
+                weight = self.expert_stack(stack, tensors, dtype, lambda tensor: tensor)
+                yield stack, weight.dense(0, weight.shape[0], dtype).transpose(1, 2).contiguous()
+            elif not name.endswith(_STORED[1]):
+                yield name, in_dtype(tensors.read(name), dtype)
+
+    def store(
+        self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        return dict(zip(_STORED, (codes.unflatten(-1, (-1, 16)), scales), strict=True)), scales
