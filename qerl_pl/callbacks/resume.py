@@ -20,7 +20,7 @@ from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_write
 from qerl_pl.runtime.random_state import random_state, set_random_state
 from qerl_pl.runtime.slurm import requeue_job, take_sigusr1
-from qerl_pl.runtime.versions import installed_versions, machine_of, processor
+from qerl_pl.runtime.machine import installed_versions, machine_of, processor
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from qerl_pl.callbacks.loggers import flatten, short_name
 from qerl_pl.callbacks.summary import summary_rows
 from qerl_pl.cli.config_checks import listed
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
-from qerl_pl.runtime.versions import installed_versions
+from qerl_pl.runtime.machine import installed_versions
 
 log = logging.getLogger("qerl_pl")
 
