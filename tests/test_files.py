@@ -218,8 +218,8 @@ def test_a_folder_is_one_processs_at_a_time_where_it_can_be_locked(
 def test_a_runs_end_comes_after_the_step_that_it_ends_with(tmp_path: Path) -> None:
     for name in ("step=3.ckpt", "step=12.ckpt", "step=12.end.ckpt", "step=x.ckpt", "step=99.ckpt.tmp", "9.ckpt"):
         (tmp_path / name).touch()
-    found = {path.name: what for path, what in resume_files(tmp_path).items()}
-    assert found == {"step=3.ckpt": (3, False), "step=12.ckpt": (12, False), "step=12.end.ckpt": (12, True)}
+    found = [(path.name, rollouts) for path, rollouts in resume_files(tmp_path).items()]
+    assert found == [("step=12.end.ckpt", 12), ("step=12.ckpt", 12), ("step=3.ckpt", 3)]
 
 
 @pytest.mark.parametrize(

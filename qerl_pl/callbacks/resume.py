@@ -123,7 +123,7 @@ class ResumeCheckpoint(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING or trainer.world_size > 1 or not in_rollout:
             return None
         done = trainer.fit_loop.total_batch_idx
-        for path, (rollouts, _) in resume_files(_folder(trainer)).items():
+        for path, rollouts in resume_files(_folder(trainer)).items():
             if rollouts == done:
                 return path
         if self._step_end is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -213,8 +213,7 @@ class ResumeCheckpoint(Checkpoint):
         path = folder / f"step={done}{suffix}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            steps = {old: rollouts for old, (rollouts, _) in resume_files(folder).items()}
-            older = sorted((old for old in steps if old != path and steps[old] <= done), key=lambda old: -steps[old])
+            older = [old for old, rollouts in resume_files(folder).items() if old != path and rollouts <= done]
             for old in older[self.keep - 1 :]:
                 trainer.strategy.remove_checkpoint(old)
         return path
@@ -230,7 +229,7 @@ def _folder(trainer: Trainer) -> Path:
 
 def _set_aside(folder: Path, done: int) -> None:
     """Move checkpoints of more than `done` rollouts, which this run replaces, to the folder abandoned."""
-    for path in [path for path, (rollouts, _) in resume_files(folder).items() if rollouts > done]:
+    for path in [path for path, rollouts in resume_files(folder).items() if rollouts > done]:
         aside = folder / "abandoned" / path.name
         aside.parent.mkdir(exist_ok=True)
         path.replace(aside)

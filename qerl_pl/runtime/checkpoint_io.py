@@ -144,10 +144,11 @@ def _remedy(path: Path) -> str:
     return "name another with --resume, or auto for the newest below trainer.default_root_dir"
 
 
-def resume_files(folder: Path) -> dict[Path, tuple[int, bool]]:
-    """Checkpoint files to resume from -> (finished rollouts, whether it is a run's end)."""
+def resume_files(folder: Path) -> dict[Path, int]:
+    """Checkpoint files to resume from -> finished rollouts, from the newest on; a run's end is newer than its step."""
     matches = {path: STEP_FILE.match(path.name) for path in folder.glob("step=*.ckpt")}
-    return {path: (int(match[1]), match[2] is not None) for path, match in matches.items() if match}
+    rollouts = {path: int(match[1]) for path, match in matches.items() if match}
+    return dict(sorted(rollouts.items(), key=lambda item: (item[1], item[0].name), reverse=True))
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -160,7 +161,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
         UserError: All checkpoints are damaged: whether to start over is the user's decision.
     """
     files = resume_files(run_dir / FOLDER)
-    for path in sorted(files, key=lambda path: files[path], reverse=True):
+    for path in files:
         try:
             verify(path)
         except DamagedCheckpoint as error:
