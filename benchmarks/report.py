@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from qerl_pl.runtime.files import atomic_write
-from qerl_pl.runtime.versions import installed_versions
+from qerl_pl.runtime.machine import installed_versions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # takes a second

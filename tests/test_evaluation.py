@@ -27,7 +27,7 @@ from qerl_pl.engines import TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardFunction, RewardSample, as_rewards
-from qerl_pl.runtime.versions import machine_of
+from qerl_pl.runtime.machine import machine_of
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
@@ -116,7 +116,7 @@ def test_a_source_tree_that_is_not_installed_writes_its_report_without_its_versi
             raise PackageNotFoundError(package)
         return version(package)
 
-    monkeypatch.setattr("qerl_pl.runtime.versions.version", installed)
+    monkeypatch.setattr("qerl_pl.runtime.machine.version", installed)
     machine = evaluate(tiny_policy_dir, tmp_path, sets)["machine"]
     assert machine == machine_of(torch.device("cpu")) | {"math-verify": version("math-verify")}
     assert machine.keys() >= {"torch", "transformers", "lightning"} and "qerl-pl" not in machine

@@ -2,13 +2,13 @@
 
 import errno
 import fcntl
-import hashlib
 import io
 import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +27,6 @@ from qerl_pl.runtime.checkpoint_io import (
     AtomicCheckpointIO,
     DamagedCheckpoint,
     check_fits,
-    digest_path,
     finished_rollouts,
     newest_checkpoint,
     resume_files,
@@ -49,10 +48,13 @@ def save(run: Path, step: int, value: float = 0.0) -> Path:
     return path
 
 
-def test_checkpoint_round_trip_leaves_only_file_and_digest(tmp_path: Path) -> None:
+def test_a_checkpoint_is_one_file_until_it_is_removed(tmp_path: Path) -> None:
     path = save(tmp_path, 3, 1.5)
     assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.5
-    assert sorted(p.name for p in path.parent.iterdir()) == ["step=3.ckpt", "step=3.ckpt.sha256"]
+    assert [*path.parent.iterdir()] == [path]
+    for _ in range(2):
+        AtomicCheckpointIO().remove_checkpoint(path)
+        assert [*path.parent.iterdir()] == []
 
 
 def test_newest_is_by_number_and_damaged_ones_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -62,20 +64,37 @@ def test_newest_is_by_number_and_damaged_ones_are_skipped(tmp_path: Path, caplog
     data = bytearray(paths[30].read_bytes())
     data[len(data) // 2] ^= 1
     paths[30].write_bytes(data)  # one bit flipped
-    digest_path(paths[10]).unlink()  # killed before it was written
+    paths[10].write_bytes(paths[10].read_bytes()[:-20])  # cut off
     assert newest_checkpoint(tmp_path) == paths[9]
     assert "step=30.ckpt" in caplog.text and "step=10.ckpt" in caplog.text
 
 
-def test_a_disk_that_cannot_read_the_newest_and_a_digest_that_is_no_text_cost_an_interval(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_cannot_read_the_newest_costs_an_interval(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = {step: save(tmp_path, step) for step in (2, 9, 30)}
     paths[30].unlink()
     paths[30].symlink_to("/proc/self/mem")  # its first page is nowhere: reading is an error of input and output
-    digest_path(paths[9]).write_bytes(b"\xff\xfe" * 32)
+    paths[9].unlink()
+    paths[9].mkdir()
     assert newest_checkpoint(tmp_path) == paths[2]
-    assert "step=30.ckpt cannot be read ([Errno 5]" in caplog.text and "step=9.ckpt has digest" in caplog.text
+    assert "step=30.ckpt cannot be read" in caplog.text and "step=9.ckpt is not a file" in caplog.text
+
+
+def test_whichever_byte_has_changed_a_checkpoint_is_refused_or_the_same(tmp_path: Path) -> None:
+    path, step = save(tmp_path, 7, 1.5), save(tmp_path, 8)
+    data, refused = path.read_bytes(), 0
+    for place in range(0, len(data), 7):
+        path.write_bytes(data[:place] + bytes([data[place] ^ (1, 16, 255)[place % 3]]) + data[place + 1 :])
+        try:
+            loaded = AtomicCheckpointIO().load_checkpoint(path)
+        except DamagedCheckpoint:
+            refused += 1
+        else:
+            assert loaded == {"value": torch.tensor(1.5), "step": 7, "qerl": {}}
+    entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"data/0"))  # of the tensor, in the archive's list
+    path.write_bytes(data[: entry + 38] + b"\x10" + data[entry + 39 :])  # marked as a folder: PyTorch reads nothing
+    with pytest.raises(DamagedCheckpoint, match="data/0 does not fit"):
+        AtomicCheckpointIO().load_checkpoint(path)
+    assert refused > len(data) / 14 and newest_checkpoint(tmp_path) == step
 
 
 def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(
@@ -111,7 +130,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
     def killed(target: Path) -> Iterator[BinaryIO]:
         with plain(target) as file:
             yield file
-            raise KeyboardInterrupt  # the digest is written, the file has its temporary name
+            raise KeyboardInterrupt  # the file has its temporary name
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_io, "writing", killed)
@@ -120,13 +139,6 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_the_old_one_valid(
                 save(tmp_path, 1, 2.0)
             assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.0
     assert AtomicCheckpointIO().load_checkpoint(save(tmp_path, 1, 2.0))["value"] == 2.0
-
-
-def test_loading_a_truncated_checkpoint_says_so(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DamagedCheckpoint, match="must be undamaged"):
-        AtomicCheckpointIO().load_checkpoint(path)
 
 
 def test_a_checkpoint_of_this_trainer_says_how_far_it_is_and_no_other_is_taken(tmp_path: Path) -> None:
@@ -153,47 +165,20 @@ def test_the_proof_of_a_checkpoint_and_how_far_it_is_are_read_without_its_tensor
     assert torch.equal(AtomicCheckpointIO().load_checkpoint(path)["qerl"]["trained"]["a"], trained["a"])
 
 
-def test_a_checkpoint_is_hashed_once_while_it_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, hashed = hashlib.file_digest, []
-    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
-    monkeypatch.setattr(checkpoint_io, "SETTLED_S", -10.0)  # not to wait for so long
-    path, other = save(tmp_path, 3, 1.0), save(tmp_path, 6, 2.0)
-    hashed.clear()
-    assert newest_checkpoint(tmp_path) == other and len(hashed) == 1
-    assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 2.0 and len(hashed) == 1
-    assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.0 and len(hashed) == 2
-    save(tmp_path, 6, 3.0)  # replaced; what was there is hashed then
-    hashed.clear()
-    assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 3.0 and len(hashed) == 1
-    path.write_bytes(path.read_bytes() + b"0")  # changed in place
-    with pytest.raises(DamagedCheckpoint, match="must be undamaged"):
-        AtomicCheckpointIO().load_checkpoint(path)
-    digest_path(other).write_text("a" * 64)  # the digest that it must have is not remembered
-    with pytest.raises(DamagedCheckpoint, match="not aaaaaaaaaaaa; use another"):
-        AtomicCheckpointIO().load_checkpoint(other)
-
-
-def test_a_digest_is_remembered_once_the_clock_tells_another_change(
+def test_a_checkpoint_is_read_through_once_while_it_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, now, hashed = hashlib.file_digest, time.time, []
-    path = save(tmp_path, 3)
-    monkeypatch.setattr(hashlib, "file_digest", lambda *args: hashed.append(args) or plain(*args))
-    for later, count in ((0, 1), (4, 2), (6, 3), (6, 3), (0, 3)):
-        monkeypatch.setattr(checkpoint_io.time, "time", lambda later=later: now() + later)
-        checkpoint_io.verify(path)
-        assert len(hashed) == count
-
-
-def test_a_checkpoint_that_has_just_been_written_is_hashed_again(tmp_path: Path) -> None:
-    path = save(tmp_path, 3)
-    before, data = path.stat(), bytearray(path.read_bytes())
-    checkpoint_io.verify(path)
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)  # within a tick of the file system's clock, it may be
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    plain, checked = zipfile.ZipFile.testzip, []
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda self: checked.append(self) or plain(self))
+    path, other = save(tmp_path, 3, 1.0), save(tmp_path, 6, 2.0)
+    assert newest_checkpoint(tmp_path) == other and len(checked) == 1
+    assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 2.0 and len(checked) == 1
+    assert AtomicCheckpointIO().load_checkpoint(path)["value"] == 1.0 and len(checked) == 2
+    save(tmp_path, 6, 3.0)  # replaced
+    assert AtomicCheckpointIO().load_checkpoint(other)["value"] == 3.0 and len(checked) == 3
+    path.write_bytes(path.read_bytes()[:-9])  # changed in place
     with pytest.raises(DamagedCheckpoint, match="must be undamaged"):
-        checkpoint_io.verify(path)
+        AtomicCheckpointIO().load_checkpoint(path)
 
 
 def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
@@ -205,7 +190,6 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path) -> None:
 def test_a_file_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     path = tmp_path / "step=1.ckpt"
     path.write_bytes(b"no checkpoint at all")
-    digest_path(path).write_text(hashlib.sha256(path.read_bytes()).hexdigest())
     with pytest.raises(DamagedCheckpoint, match="step=1.ckpt"):
         AtomicCheckpointIO().load_checkpoint(path)
 
@@ -231,26 +215,11 @@ def test_a_folder_is_one_processs_at_a_time_where_it_can_be_locked(
         assert "cannot be locked (No locks available)" in caplog.text
 
 
-def test_a_checkpoint_that_fits_neither_of_its_digests_is_named_with_both(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    digest_path(path).write_text("a" * 64 + "\n" + "b" * 64 + "\n")  # as when it was being replaced
-    found = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    with pytest.raises(DamagedCheckpoint, match=f"has digest {found}, not {'a' * 12} or {'b' * 12}; use another"):
-        AtomicCheckpointIO().load_checkpoint(path)
-
-
-def test_a_checkpoint_is_removed_with_its_digest_whatever_is_left_of_it(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    for _ in range(2):
-        AtomicCheckpointIO().remove_checkpoint(path)
-        assert list(path.parent.iterdir()) == []
-
-
 def test_a_runs_end_comes_after_the_step_that_it_ends_with(tmp_path: Path) -> None:
-    for name in ("step=3.ckpt", "step=12.ckpt", "step=12.end.ckpt", "step=x.ckpt", "step=99.ckpt.sha256", "9.ckpt"):
+    for name in ("step=3.ckpt", "step=12.ckpt", "step=12.end.ckpt", "step=x.ckpt", "step=99.ckpt.tmp", "9.ckpt"):
         (tmp_path / name).touch()
-    found = {path.name: what for path, what in resume_files(tmp_path).items()}
-    assert found == {"step=3.ckpt": (3, False), "step=12.ckpt": (12, False), "step=12.end.ckpt": (12, True)}
+    found = [(path.name, rollouts) for path, rollouts in resume_files(tmp_path).items()]
+    assert found == [("step=12.end.ckpt", 12), ("step=12.ckpt", 12), ("step=3.ckpt", 3)]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def launch(config: dict[str, Any], *extra: str, launcher: tuple[str, ...] = ()) 
     path = run.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment["TORCHDYNAMO_DISABLE"] = "1"  # its parts that PEFT imports with bitsandbytes take a second
     words = [sys.executable, *launcher, "-m", "qerl_pl", "fit", "-c", str(path), *extra]
     with run.with_suffix(".log").open("a") as output:
         return subprocess.Popen(words, env=environment, stdout=output, stderr=output, text=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from qerl_pl.callbacks import ResumeCheckpoint
-from qerl_pl.callbacks.resume import Preempted, _is_validated, _set_aside
+from qerl_pl.callbacks.resume import Preempted, _is_validated
 from qerl_pl.cli.config_checks import ACCURACY
 from qerl_pl.cli.main import CALLBACKS
 from qerl_pl.errors import UserError
@@ -39,10 +39,8 @@ class Validations(Callback):
 
 
 def saved(folder: Path) -> set[str]:
-    """Names of the checkpoints, each of which has its digest."""
-    names = {path.name for path in (folder / "checkpoints").glob("step=*.ckpt")}
-    assert names == {path.name.removesuffix(".sha256") for path in (folder / "checkpoints").glob("*.sha256")}
-    return names
+    """Names of the checkpoints, beside which there is nothing."""
+    return {path.name for path in (folder / "checkpoints").glob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -90,43 +88,39 @@ def test_a_signal_finishes_the_step_saves_and_the_run_resumes_from_there(tmp_pat
     assert resumed.events == [3, 4, 5] and saved(tmp_path) == {"step=4.ckpt", "step=6.end.ckpt"}
 
 
-class Kept(DummyLogger):
-    """Keeps the steps of what is logged."""
+class Steps(DummyLogger):
+    """Keeps the step that each logged number has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[int | None] = []
+        self.found: list[tuple[int | None, float]] = []
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.steps += [step] if "weight" in metrics else []
+        self.found += [(step, value) for name, value in metrics.items() if name == "batches before"]
+
+
+class Numbered(Tiny):
+    """Logs how many batches there were before."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("batches before", float(self.trainer.fit_loop.total_batch_idx))
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize(("stopped_at", "epochs"), [(2, 1), (5, 2), (5, 1)])
 def test_a_signal_logs_the_step_and_starts_no_other(tmp_path: Path, stopped_at: int, epochs: int) -> None:
-    class Logs(Tiny):
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            self.log("weight", self.weight)
-            return super().training_step(batch, batch_idx)
-
     class Look(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
             begun.append(len(begun))
 
     begun: list[int] = []
     trainer = trainer_of(tmp_path, Look(), ResumeCheckpoint(4), max_epochs=epochs, log_every_n_steps=1)
-    trainer.logger = logger = Kept()
+    trainer.logger = logger = Steps()
     with pytest.raises(Preempted):
-        trainer.fit(Logs({stopped_at: signal.SIGTERM}))
-    assert begun == logger.steps == [*range(stopped_at + 1)] and f"step={stopped_at + 1}.ckpt" in saved(tmp_path)
-
-
-def test_what_ends_a_run_that_is_to_stop_is_not_left_behind(tmp_path: Path) -> None:
-    callback = ResumeCheckpoint()
-    for _ in range(2):
-        trainer = trainer_of(tmp_path, callback)
-        before = [*trainer.callbacks]  # type: ignore[attr-defined]
-        trainer.fit(module := Tiny())
-        assert module.events == [*range(6)] and trainer.callbacks == before  # type: ignore[attr-defined]
+        trainer.fit(Numbered({stopped_at: signal.SIGTERM}))
+    assert begun == [step for step, _ in logger.found] == [
+        *range(stopped_at + 1)
+    ] and f"step={stopped_at + 1}.ckpt" in saved(tmp_path)
 
 
 def test_after_a_run_signals_are_as_before_and_forgotten(tmp_path: Path) -> None:
@@ -180,7 +174,7 @@ def test_a_run_that_breaks_off_gives_the_signals_back_and_leaves_nothing_to_the_
 def test_what_a_kill_in_a_save_has_left_goes_when_the_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    left = {folder / f".step=27.ckpt{end}.tmp" for end in ("", ".sha256")}
+    left = {folder / f".step={step}.ckpt.tmp" for step in (27, "27.end")}
     others = {folder / ".notes.tmp", folder / "kept.ckpt.tmp", tmp_path / ".step=27.ckpt.tmp"}
     for path in left | others:
         path.write_text("half")
@@ -334,28 +328,18 @@ def test_an_epoch_that_a_limit_ends_counts_as_one_that_goes_on(tmp_path: Path, s
     assert progress[0] == progress[1]
 
 
-def test_what_a_resumed_run_leaves_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    names = ["step=2.ckpt", "step=3.ckpt", "step=3.end.ckpt", "step=12.ckpt", "other=9.ckpt"]
-    for name in names:
-        (tmp_path / name).write_text(name)
-        if name != "step=12.ckpt":
-            (tmp_path / f"{name}.sha256").write_text(f"digest of {name}")
-    _set_aside(tmp_path, 2)
-    left = {"step=2.ckpt", "step=2.ckpt.sha256", "other=9.ckpt", "other=9.ckpt.sha256", "abandoned"}
-    assert {path.name for path in tmp_path.iterdir()} == left
-    gone = {"step=3.ckpt", "step=3.ckpt.sha256", "step=3.end.ckpt", "step=3.end.ckpt.sha256", "step=12.ckpt"}
-    assert {path.name for path in (tmp_path / "abandoned").iterdir()} == gone
-    assert (tmp_path / "abandoned" / "step=3.ckpt.sha256").read_text() == "digest of step=3.ckpt"
-    assert caplog.text.count("is newer than where this run starts: moved to") == 3
-
-
-def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path: Path) -> None:
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "checkpoints"
     trainer_of(tmp_path, ResumeCheckpoint(1, keep=9)).fit(Tiny())
-    path = str(tmp_path / "checkpoints" / "step=4.ckpt")
+    (folder / "other=9.ckpt").touch()
+    newer = {name: (folder / name).read_bytes() for name in ("step=5.ckpt", "step=6.ckpt", "step=6.end.ckpt")}
+    path = str(folder / "step=4.ckpt")
     trainer_of(tmp_path, ResumeCheckpoint(9, keep=9)).fit(Tiny(), ckpt_path=path, weights_only=True)
-    assert saved(tmp_path) == {*(f"step={step}.ckpt" for step in (1, 2, 3, 4)), "step=6.end.ckpt"}
-    abandoned = {path.name for path in (tmp_path / "checkpoints" / "abandoned").glob("*.ckpt")}
-    assert abandoned == {"step=5.ckpt", "step=6.ckpt", "step=6.end.ckpt"}
+    assert saved(tmp_path) == {*(f"step={step}.ckpt" for step in (1, 2, 3, 4)), "step=6.end.ckpt", "other=9.ckpt"}
+    assert {path.name: path.read_bytes() for path in (folder / "abandoned").iterdir()} == newer
+    assert caplog.text.count("is newer than where this run starts: moved to") == 3
 
 
 class Foretold(Callback):
@@ -375,31 +359,25 @@ class Foretold(Callback):
         self.was[-1] = True
 
 
-@pytest.mark.parametrize("sized", [True, False])
+INTERVALS: list[dict[str, Any]] = [
+    {},
+    {"limit_val_batches": 0},
+    {"val_check_interval": 2},
+    {"val_check_interval": 4},
+    {"check_val_every_n_epoch": 2},
+    {"check_val_every_n_epoch": 3},
+    {"check_val_every_n_epoch": 2, "val_check_interval": 3},
+    {"check_val_every_n_epoch": None, "val_check_interval": 4},
+    {"check_val_every_n_epoch": None, "val_check_interval": 1},
+    {"val_check_interval": 0.5},
+]
+
+
+# There is no half of an unknown number.
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"limit_val_batches": 0},
-        {"val_check_interval": 2},
-        {"val_check_interval": 4},
-        {"check_val_every_n_epoch": 2},
-        {"check_val_every_n_epoch": 3},
-        {"check_val_every_n_epoch": 2, "val_check_interval": 3},
-        {"check_val_every_n_epoch": None, "val_check_interval": 4},
-        {"check_val_every_n_epoch": None, "val_check_interval": 1},
-    ],
-    ids=str,
+    ("settings", "sized"), [*((one, True) for one in INTERVALS), *((one, False) for one in INTERVALS[:-1])]
 )
 def test_it_knows_which_steps_are_validated(tmp_path: Path, settings: dict[str, Any], sized: bool) -> None:
-    check_foretold(tmp_path, settings, sized)
-
-
-def test_it_knows_which_steps_are_validated_by_a_share_of_the_epoch(tmp_path: Path) -> None:
-    check_foretold(tmp_path, {"val_check_interval": 0.5}, sized=True)  # there is no half of an unknown number
-
-
-def check_foretold(tmp_path: Path, settings: dict[str, Any], sized: bool) -> None:
     foretold = Foretold()
     trainer_of(tmp_path, foretold, **{"limit_val_batches": 2, "max_epochs": 3} | settings).fit(Tiny(sized=sized))
     assert foretold.said == foretold.was and len(foretold.said) == 18
@@ -445,25 +423,6 @@ def test_what_ends_a_run_stands_before_all_callbacks_once_however_often_it_is_se
         assert trainer.callbacks[1:] == [other, callback]
     callback.teardown(trainer, Tiny(), "fit")
     assert trainer.callbacks == [other, callback]
-
-
-class Steps(DummyLogger):
-    """Keeps the step that each logged number has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[int | None, float]] = []
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.found += [(step, value) for name, value in metrics.items() if name == "batches before"]
-
-
-class Numbered(Tiny):
-    """Logs how many batches there were before."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.log("batches before", float(self.trainer.fit_loop.total_batch_idx))
-        return super().training_step(batch, batch_idx)
 
 
 def up_to(*steps: int) -> list[dict[str, int]]:

@@ -82,22 +82,18 @@ def test_auto_chooses_by_the_template() -> None:
     assert llama(text) == [ToolCall("add", {})]
 
 
-def test_auto_takes_no_format_of_xml_for_hermes() -> None:
-    with pytest.raises(UserError, match="this template has neither"):
-        tool_format_of("auto", "<tool_call>\n<function=add>\n<parameter=a>")
-
-
 @pytest.mark.parametrize(
-    ("name", "error"),
+    ("name", "template", "error"),
     [
-        ("auto", "this template has neither; set rollout.tool_format"),
-        ("hermes2", "names the tool by a group called name; 'hermes2' has none"),
-        ("(", "auto, hermes, llama3_json or a regular expression"),
+        ("auto", "{{ messages }}", "this template has neither; set rollout.tool_format"),
+        ("auto", "<tool_call>\n<function=add>\n<parameter=a>", "this template has neither"),  # XML is not Hermes'
+        ("hermes2", "", "names the tool by a group called name; 'hermes2' has none"),
+        ("(", "", "auto, hermes, llama3_json or a regular expression"),
     ],
 )
-def test_unknown_formats_are_refused(name: str, error: str) -> None:
+def test_unknown_formats_are_refused(name: str, template: str, error: str) -> None:
     with pytest.raises(UserError, match=error):
-        tool_format_of(name, "{{ messages }}")
+        tool_format_of(name, template)
 
 
 def test_a_malformed_call_shows_its_beginning() -> None:

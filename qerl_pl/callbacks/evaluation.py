@@ -31,8 +31,8 @@ from qerl_pl.rewards import Reward
 from qerl_pl.runtime.checks import ChecksFirst
 from qerl_pl.runtime.communicator import Communicator, writes_files
 from qerl_pl.runtime.files import atomic_write
+from qerl_pl.runtime.machine import installed_versions, machine_of
 from qerl_pl.runtime.strategy import communicator_of
-from qerl_pl.runtime.versions import installed_versions, machine_of
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
 

@@ -15,12 +15,11 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, LambdaCallback, Mo
 from lightning.pytorch.trainer.states import TrainerFn
 
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
-from qerl_pl.runtime.checkpoint_io import FOLDER, digest_path, resume_files
+from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
 from qerl_pl.runtime.communicator import writes_files
-from qerl_pl.runtime.files import atomic_write
+from qerl_pl.runtime.machine import installed_versions, machine_of, processor
 from qerl_pl.runtime.random_state import random_state, set_random_state
 from qerl_pl.runtime.slurm import requeue_job, take_sigusr1
-from qerl_pl.runtime.versions import installed_versions, machine_of, processor
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +123,7 @@ class ResumeCheckpoint(Checkpoint):
         if trainer.state.fn != TrainerFn.FITTING or trainer.world_size > 1 or not in_rollout:
             return None
         done = trainer.fit_loop.total_batch_idx
-        for path, (rollouts, _) in resume_files(_folder(trainer)).items():
+        for path, rollouts in resume_files(_folder(trainer)).items():
             if rollouts == done:
                 return path
         if self._step_end is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -214,8 +213,7 @@ class ResumeCheckpoint(Checkpoint):
         path = folder / f"step={done}{suffix}.ckpt"
         trainer.save_checkpoint(path)
         if trainer.is_global_zero:
-            steps = {old: rollouts for old, (rollouts, _) in resume_files(folder).items()}
-            older = sorted((old for old in steps if old != path and steps[old] <= done), key=lambda old: -steps[old])
+            older = [old for old, rollouts in resume_files(folder).items() if old != path and rollouts <= done]
             for old in older[self.keep - 1 :]:
                 trainer.strategy.remove_checkpoint(old)
         return path
@@ -231,13 +229,10 @@ def _folder(trainer: Trainer) -> Path:
 
 def _set_aside(folder: Path, done: int) -> None:
     """Move checkpoints of more than `done` rollouts, which this run replaces, to the folder abandoned."""
-    for path in [path for path, (rollouts, _) in resume_files(folder).items() if rollouts > done]:
+    for path in [path for path, rollouts in resume_files(folder).items() if rollouts > done]:
         aside = folder / "abandoned" / path.name
-        if (digest := digest_path(path)).is_file():  # written before the file moves, so that it always has one
-            atomic_write(digest_path(aside), digest.read_bytes())
         aside.parent.mkdir(exist_ok=True)
         path.replace(aside)
-        digest.unlink(missing_ok=True)
         log.warning("%s is newer than where this run starts: moved to %s", path.name, aside.parent)
 
 

@@ -28,7 +28,7 @@ from qerl_pl.rewards import (
 )
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
 from qerl_pl.runtime.checks import ChecksFirst, check_monitors, no_sampling_callback, warn_of_unused
-from qerl_pl.runtime.openmp import let_waiting_threads_sleep
+from qerl_pl.runtime.machine import let_waiting_threads_sleep
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
 

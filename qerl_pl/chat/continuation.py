@@ -12,8 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import Chat, TemplateFrame, messages_of, template_texts
-from qerl_pl.chat.text_parts import PartTokenizer
+from qerl_pl.chat.template import Chat, PartTokenizer, TemplateFrame, messages_of, template_texts
 from qerl_pl.errors import UserError
 
 CUT = " ... (cut)"

@@ -110,8 +110,8 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
             f"export needs a checkpoint; {run} has no checkpoints/step=N.ckpt of ResumeCheckpoint, and no other in "
             "checkpoints or lightning_logs/version_N/checkpoints; name one with --checkpoint"
         )
-    state = load_saved(path)[CHECKPOINT_KEY]
-    config = _policy_config(run, state)
+    state, given = load_saved(path)[CHECKPOINT_KEY], _run_config(run)
+    config = _policy_config(run, given, state)
     if state.get("lora") is not None:  # what the run started from may be gone
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
@@ -126,7 +126,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
             mark_trained(folder)
         else:
             policy.save(folder)
-        write_model_card(folder, run, policy, merge, steps, kind)
+        write_model_card(folder, run, given, policy, merge, steps, kind)
     print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
 
 
@@ -154,19 +154,24 @@ def _merged(weights: PolicyWeights, name: str, tensor: Tensor) -> Tensor:
     return tensor + weights.scaling * (b.float() @ a.float())
 
 
-def _policy_config(run: Path, state: dict[str, Any]) -> PolicyConfig:
-    """The policy's configuration from config.yaml, or for a run from Python from its checkpoint."""
+def _run_config(run: Path) -> Any:
+    """The contents of a run's config.yaml; None for a run from Python, which has none."""
     path = run / "config.yaml"
-    if not path.is_file() and "policy" in state:
-        return _built(state["policy"])
-    if not path.is_file():
-        raise UserError(f"export reads the policy from the run's config.yaml; {run} has none; name a run's folder")
     try:
-        document = yaml.safe_load(path.read_bytes())
+        return yaml.safe_load(path.read_bytes()) if path.is_file() else None
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"a run's config.yaml must be YAML; {path} is not ({reason:.150}); restore it") from error
-    model = document.get("model") if isinstance(document, dict) else None
+
+
+def _policy_config(run: Path, given: Any, state: dict[str, Any]) -> PolicyConfig:
+    """The policy's configuration from config.yaml, or for a run from Python from its checkpoint."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        if "policy" in state:
+            return _built(state["policy"])
+        raise UserError(f"export reads the policy from the run's config.yaml; {run} has none; name a run's folder")
+    model = given.get("model") if isinstance(given, dict) else None
     policy = model.get("policy") if isinstance(model, dict) else None
     if not isinstance(policy, dict) or not {"path", "lora"} <= policy.keys():
         raise UserError(

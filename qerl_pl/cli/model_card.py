@@ -16,7 +16,7 @@ from qerl_pl.callbacks.loggers import flatten, short_name
 from qerl_pl.callbacks.summary import summary_rows
 from qerl_pl.cli.config_checks import listed
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
-from qerl_pl.runtime.versions import installed_versions
+from qerl_pl.runtime.machine import installed_versions
 
 log = logging.getLogger("qerl_pl")
 
@@ -43,7 +43,9 @@ _PRIVATE = ("api_key_env", "cache")
 _URL = re.compile(r"(?<!\bhf)://")
 
 
-def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, steps: int, kind: str) -> None:
+def write_model_card(
+    folder: Path, run: Path, given: Mapping[str, Any] | None, policy: Policy, merged: bool, steps: int, kind: str
+) -> None:
     """Write README.md, and beside it the run's plot and its configuration without folders of this machine.
 
     What the run has not written (config.yaml, summary.json, run.png, evaluation.json) the card leaves out.
@@ -51,13 +53,14 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
     Args:
         folder: The exported adapter or model.
         run: The run's folder.
+        given: The contents of its config.yaml.
         policy: With the weights that are exported.
         merged: Whether the adapter is merged into the base.
         steps: Rollouts or steps that the weights were trained for.
         kind: The training, `reinforcement learning` or `supervised fine-tuning`.
     """
-    given, summary = yaml.safe_load(_read(run / "config.yaml")) or {}, json.loads(_read(run / "summary.json") or b"{}")
-    config = without_folders(given) if given else {}
+    path, config = run / "summary.json", without_folders(given) if given else {}
+    summary = json.loads(path.read_bytes()) if path.is_file() else {}
     if config:
         (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True), encoding="utf-8")
     if plotted := (run / PLOT).is_file():
@@ -68,7 +71,7 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
     base = "Toy policy" if policy.config.path is None else Path(policy.config.path).name
     objective = _objective(config)
     card = ModelCard.from_template(
-        _metadata(policy.config, given, is_adapter, kind),
+        _metadata(policy.config, given or {}, is_adapter, kind),
         template_path=str(TEMPLATE),
         title=base + (f" trained by {objective}" if objective else ""),
         result="The model" if policy.full_finetuning else result,
@@ -81,10 +84,6 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
         config=CONFIG if config else None,
     )
     card.save(folder / "README.md")
-
-
-def _read(path: Path) -> bytes:
-    return path.read_bytes() if path.is_file() else b""
 
 
 def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,15 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import CACHED_PROMPTS, TemplateFrame, cached_tensors, messages_of, render_conversation
-from qerl_pl.chat.text_parts import PartTokenizer, beginning
+from qerl_pl.chat.template import (
+    CACHED_PROMPTS,
+    PartTokenizer,
+    TemplateFrame,
+    beginning,
+    cached_tensors,
+    messages_of,
+    render_conversation,
+)
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     ANSWER_MARK,

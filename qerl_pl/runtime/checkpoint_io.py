@@ -1,12 +1,14 @@
-"""Atomic checkpoints with a SHA-256 digest, and the search for the newest valid one."""
+"""Atomic checkpoints, their check for damage, and the search for the newest valid one."""
 
-import hashlib
 import logging
 import os
 import pickle
 import re
-import time
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,7 +17,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from qerl_pl.errors import UserError
-from qerl_pl.runtime.files import atomic_write, writing
+from qerl_pl.runtime.files import writing
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +28,6 @@ CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
 MID_STEP = "hpc_ckpt_"
 """Begin of the names of checkpoints that Lightning saves at a signal of SLURM, in the middle of a step."""
-SETTLED_S = 5.0
-"""Seconds after which a change of a file gets another time stamp, however coarse the file system's clock."""
-_digests: dict[tuple[int, ...], str] = {}
-"""SHA-256 of files that this process has read, by device, inode, size in bytes and times of change in ns."""
 
 
 class DamagedCheckpoint(UserError):
@@ -37,22 +35,15 @@ class DamagedCheckpoint(UserError):
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Writes a checkpoint to a temporary file, then its digest, then renames the file.
-
-    A process killed at any moment leaves the old file, the new file, or a digest without a file.
-    """
-
-    def __init__(self) -> None:
-        self._checked_readable = False
+    """Writes a checkpoint to a temporary file, then renames it: a kill at any moment leaves the old or the new file."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to `path` and its SHA-256 to `path`.sha256.
+        """Write `checkpoint` to `path`, a zip archive of PyTorch with a CRC-32 of each tensor.
 
         Raises:
             UserError: The disk is full, or a value could not be loaded again; the old file is untouched.
         """
-        target = Path(path)
-        with writing(target) as file:
+        with writing(Path(path)) as file:
             try:
                 torch.save(checkpoint, file)
             except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised by pickle
@@ -60,15 +51,8 @@ class AtomicCheckpointIO(CheckpointIO):
                     f"a checkpoint holds tensors and plain values only; {path} would hold other types ({error}); "
                     "change the callback or data module whose state it is"
                 ) from error
-            if not self._checked_readable:
-                file.seek(0)
-                _load(file, path, "meta")
-                self._checked_readable = True
-            digests = [_sha256(file)]
-            if target.is_file():  # the old file stays valid until it is replaced
-                with target.open("rb") as old:
-                    digests.append(_sha256(old))
-            atomic_write(digest_path(target), "".join(f"{digest}\n" for digest in digests).encode())
+            file.seek(0)
+            _load(file, path, "meta")
 
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
@@ -76,32 +60,27 @@ class AtomicCheckpointIO(CheckpointIO):
         """Load a checkpoint to the CPU, plain values and tensors only.
 
         Raises:
-            DamagedCheckpoint: It is missing, its digest differs, or it is no checkpoint.
+            DamagedCheckpoint: It is missing or damaged.
             UserError: Another program wrote it, or Lightning in the middle of a step.
         """
         refuse_mid_step(path)
-        verify(Path(path))
-        return _load_own(Path(path), "cpu")
+        return load_saved(Path(path))
 
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint and its digest."""
+        """Delete a checkpoint."""
         Path(path).unlink(missing_ok=True)
-        digest_path(Path(path)).unlink(missing_ok=True)
 
 
 def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
     """Load tensors and plain values only: a checkpoint of unknown origin must not run code."""
     try:
-        checkpoint: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+        with _explain_damage(path):
+            checkpoint: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError as error:
         match = re.search(r"GLOBAL (\S+)", str(error))
         raise DamagedCheckpoint(
             f"a checkpoint holds tensors and plain values only; {path} holds {match[1] if match else 'another type'}; "
             "change the callback or data module whose state it is, or use another checkpoint"
-        ) from error
-    except (RuntimeError, EOFError, ValueError, OSError, LookupError) as error:
-        raise DamagedCheckpoint(
-            f"a checkpoint must be undamaged; {path} cannot be read ({error}); use another"
         ) from error
     return checkpoint
 
@@ -119,36 +98,42 @@ def refuse_mid_step(path: _PATH | None) -> None:
         )
 
 
-def digest_path(path: Path) -> Path:
-    """Path of a checkpoint's SHA-256."""
-    return path.with_name(path.name + ".sha256")
-
-
 def verify(path: Path) -> None:
-    """Refuse a damaged checkpoint.
+    """Refuse a damaged checkpoint; of an undamaged one that stays as it is, all bytes are read once.
 
     Raises:
-        DamagedCheckpoint: The file or its digest is missing or unreadable, or they disagree.
+        DamagedCheckpoint: The file is missing, or it is no archive that fits its checksums.
     """
     try:
         with path.open("rb") as file:
-            expected = digest_path(path).read_text(errors="replace").split()
-            digest = _known_digest(file)
+            state = os.fstat(file.fileno())
+            _check_archive(path, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+            _load(file, path, "meta")
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise DamagedCheckpoint(
-            f"a checkpoint is a file and its .sha256; {error.filename} is not a file; {_remedy(path)}"
-        ) from error
-    except OSError as error:
-        if error.filename is not None:  # it may not be opened
+        raise DamagedCheckpoint(f"a checkpoint is a file; {path} is not a file; {_remedy(path)}") from error
+
+
+@lru_cache
+def _check_archive(path: Path, *state: int) -> None:
+    """Compare an archive with its checksums, once for each state of the file: it may have tens of GiB."""
+    with _explain_damage(path), zipfile.ZipFile(path) as archive:
+        # Of an entry that is marked as a folder, PyTorch takes memory as it finds it.
+        folders = [entry.filename for entry in archive.infolist() if entry.external_attr]
+        if (part := archive.testzip() or next(iter(folders), None)) is not None:
+            raise zipfile.BadZipFile(f"{part} does not fit its checksum")
+
+
+@contextmanager
+def _explain_damage(path: _PATH) -> Iterator[None]:
+    """Turn what zipfile and PyTorch raise of a damaged archive into a DamagedCheckpoint."""
+    try:
+        yield
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, OSError, LookupError) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # it may not be opened
             raise
         raise DamagedCheckpoint(
             f"a checkpoint must be undamaged; {path} cannot be read ({error}); use another"
         ) from error
-    if digest not in expected:
-        written = " or ".join(digest[:12] for digest in expected)
-        raise DamagedCheckpoint(
-            f"a checkpoint must be undamaged; {path} has digest {digest[:12]}, not {written}; use another"
-        )
 
 
 def _remedy(path: Path) -> str:
@@ -159,27 +144,11 @@ def _remedy(path: Path) -> str:
     return "name another with --resume, or auto for the newest below trainer.default_root_dir"
 
 
-def _known_digest(file: BinaryIO) -> str:
-    """SHA-256 of an open file, cached while the file does not change: it may have tens of GiB."""
-    status = os.fstat(file.fileno())
-    state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    if state in _digests:
-        return _digests[state]
-    digest = _sha256(file)
-    if time.time() - max(status.st_mtime, status.st_ctime) > SETTLED_S:
-        _digests[state] = digest
-    return digest
-
-
-def _sha256(file: BinaryIO) -> str:
-    file.seek(0)
-    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
-
-
-def resume_files(folder: Path) -> dict[Path, tuple[int, bool]]:
-    """Checkpoint files to resume from -> (finished rollouts, whether it is a run's end)."""
+def resume_files(folder: Path) -> dict[Path, int]:
+    """Checkpoint files to resume from -> finished rollouts, from the newest on; a run's end is newer than its step."""
     matches = {path: STEP_FILE.match(path.name) for path in folder.glob("step=*.ckpt")}
-    return {path: (int(match[1]), match[2] is not None) for path, match in matches.items() if match}
+    rollouts = {path: int(match[1]) for path, match in matches.items() if match}
+    return dict(sorted(rollouts.items(), key=lambda item: (item[1], item[0].name), reverse=True))
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -192,7 +161,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
         UserError: All checkpoints are damaged: whether to start over is the user's decision.
     """
     files = resume_files(run_dir / FOLDER)
-    for path in sorted(files, key=lambda path: files[path], reverse=True):
+    for path in files:
         try:
             verify(path)
         except DamagedCheckpoint as error:
@@ -222,20 +191,15 @@ def saved_checkpoint(run_dir: Path) -> Path | None:
     return max(paths, key=finished_rollouts, default=None)
 
 
-def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
-    """Load a checkpoint, also of Lightning's own trainer, which writes no digest to compare.
-
-    Args:
-        path: The file.
-        device: Of its tensors; on the meta device they are not read.
+def load_saved(path: Path) -> dict[str, Any]:
+    """Load a checkpoint, also of Lightning's own trainer, to the CPU.
 
     Raises:
-        DamagedCheckpoint: It is absent or cannot be read, or its digest differs.
+        DamagedCheckpoint: It is missing or damaged.
         UserError: It is another program's.
     """
-    if digest_path(path).exists() or not path.is_file():
-        verify(path)
-    return _load_own(path, device)
+    verify(path)
+    return _load_own(path, "cpu")
 
 
 def _load_own(path: Path, device: str) -> dict[str, Any]:
@@ -255,7 +219,7 @@ def finished_rollouts(path: Path) -> int:
     Raises:
         UserError: It cannot be read, or another program wrote it.
     """
-    return int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"])
+    return int(_load_own(path, "meta")[CHECKPOINT_KEY]["policy_version"])
 
 
 KEPT = {

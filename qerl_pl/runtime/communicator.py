@@ -5,7 +5,7 @@ combined in the order of the ranks, so that sums have the same bits each time.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
 from torch import Tensor, distributed
+from torch._utils import _take_tensors
 
 from qerl_pl.errors import UserError
 
@@ -53,7 +54,7 @@ class Communicator:
         Args:
             tensors: Float32 and on one device, of the same shapes on all ranks.
         """
-        for bucket in _buckets(tensors) if self.size > 1 else ():
+        for bucket in _take_tensors(tensors, BUCKET) if self.size > 1 else ():
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 distributed.all_reduce(bucket[0])
                 continue
@@ -84,18 +85,6 @@ class Communicator:
                         f"every rank must have the same {name}; got {value!s:.40} on rank {rank} and "
                         f"{first[name]!s:.40} on rank 0; give all the same files, on a shared file system"
                     )
-
-
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    bucket, size = list[Tensor](), 0
-    for tensor in tensors:
-        if bucket and size + tensor.nbytes > BUCKET:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 SINGLE_PROCESS = Communicator()

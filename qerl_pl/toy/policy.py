@@ -123,7 +123,8 @@ def _teach(config: ToyConfig, folder: Path) -> None:
     with atomic_directory(folder) as unfinished:
         tokenizer = build_tokenizer() if config.game is None else build_tokenizer(TOOLS_TEMPLATE)
         with one_thread():
-            model = _warm_up(config, tokenizer)
+            model = _new_model(config, tokenizer)
+            teach(model, config, tokenizer)
         _save(model, unfinished)
         tokenizer.save_pretrained(unfinished)
 
@@ -147,13 +148,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _warm_up(config: ToyConfig, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
-    """A new model, trained from scratch."""
-    model = _new_model(config, tokenizer)
-    teach(model, config, tokenizer)
-    return model
 
 
 def teach(model: Any, config: ToyConfig, tokenizer: Qwen2Tokenizer) -> None:
