@@ -175,7 +175,7 @@ class ConversationDataModule(ResumableDataModule):
         """Rows to validate on; None splits `val_size` rows off the training rows."""
         return None
 
-    def setup(self, stage: str) -> None:
+    def _prepare(self, stage: str) -> None:
         """Read, render and split the rows, once.
 
         Raises:

@@ -26,7 +26,7 @@ from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.policy.teacher import Teacher, TeacherConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
-from qerl_pl.runtime.checks import ChecksFirst, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback, warn_of_unused
 from qerl_pl.runtime.files import folder_identity
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
@@ -111,7 +111,7 @@ class QeRLModule(PolicyModule):
         if stage == "fit" and self.objective.needs_teacher:
             self.teacher_config.check(self.policy_config)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, ChecksFirst) and callback.fills_batches for callback in callbacks):
+        if not any(isinstance(callback, SamplingCallback) for callback in callbacks):
             raise no_sampling_callback(stage)
 
     def setup(self, stage: str) -> None:
