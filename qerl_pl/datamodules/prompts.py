@@ -138,9 +138,10 @@ class PromptDataModule(ResumableDataModule):
         val_count = self.val_count(len(rows)) if rows and held_out is None else 0
         self._check_settings(stage, len(rows) or None, val_count, self.weighted_count(rows, val_count))
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
-        for callback in () if self.trainer is None else self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SamplingCallback):
-                self.tools = callback.open_environments(self.trainer)
+        if self.trainer is not None:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, SamplingCallback):
+                    self.tools = callback.open_environments(self.trainer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: self._drawn(prompts, self.val_size)[0] for name, prompts in rendered.items()}
