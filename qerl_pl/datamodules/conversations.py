@@ -169,7 +169,7 @@ class ConversationDataModule(ResumableDataModule):
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
         """All rows to train on, in one of the formats above."""
-        return read_table(self.path, self.split, (), self.subset)
+        return read_table(self.path, self.split, self.subset)
 
     def val_rows(self) -> Sequence[Mapping[str, Any]] | None:
         """Rows to validate on; None splits `val_size` rows off the training rows."""
