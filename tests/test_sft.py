@@ -170,9 +170,12 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_state_saved(tiny_policy
 
 SFT = ROOT / "configs" / "sft.yaml"
 MISTAKES = {
-    "objective": (["--model.objective", "DAPO"], "SFTModule has no objective, .*; got model.objective; leave it out"),
-    "teacher": (["--model.teacher.offload", "false"], "no teacher, a key of .*; got model.teacher.offload; leave it"),
-    "minibatches": (["-c", "dapo"], "has no objective, a key of .*; got model.objective.*; leave it out"),
+    "objective": (
+        ["--model.objective", "DAPO"],
+        "SFTModule has none of objective, .*teacher, .*; got model.objective; leave",
+    ),
+    "teacher": (["--model.teacher.offload", "false"], "which are of rollouts; got model.teacher.offload; leave it"),
+    "minibatches": (["-c", "dapo"], "which are of rollouts; got model.objective.*; leave it out"),
     "prompts": (["--data", "ArithmeticDataModule"], "SFTModule learns from conversations; got data ArithmeticDataMod"),
     "its class": (["--model.class_path", "QeRLModule"], "set model.class_path to SFTModule to learn from them, or dat"),
     "noise": (["--noise.sigma_start", "0.02"], "has no rollouts; got the key noise; set it to null"),

@@ -110,16 +110,16 @@ def _parsing(message: str, module: type) -> str:
     if not keys:
         unknown = _NO_KEY.search(message)
         name = (unknown[1] or unknown[2]) if unknown else ""
-        part = name.removeprefix("model.").partition(".")[0] if name.startswith("model.") else ""
-        if part in arguments_of(QeRLModule) and part not in arguments_of(module):
-            return f"{module.__name__} has no {part}, a key of reinforcement learning; got {name}; leave it out"
+        others = [key for key in arguments_of(QeRLModule) if key not in arguments_of(module)]
+        if any(f"{name}.".startswith(f"model.{key}.") for key in others):
+            return f"{module.__name__} has none of {', '.join(others)}, which are of rollouts; got {name}; leave it out"
         nearest = _nearest_key(name, module) if name else None
         return message if nearest is None else f"{message}; did you mean {nearest}?"
     key, start = ".".join(dict.fromkeys(match[1] for match in keys)), keys[-1].end()
     if key == "model" and (word := _NO_CONFIG.search(message)):
         return f"model takes a file of its keys; got {word[1]}; a class is named by --model.class_path {word[1]}"
     value = (len(keys) == 1 and _TYPED.search(message)) or _VALUE.search(message, start)
-    reason = _unknown_argument(key, message) or _callback_value(key, message)
+    reason = _unknown_argument(key, message)
     given = ("null" if value[1] == "None" else value[1]) if value else None
     if reason is None and value and given:
         reason = _wrong_type(key, message[start : value.start()], given, len(keys) > 1)
@@ -141,15 +141,6 @@ def _unknown_argument(key: str, message: str) -> str | None:
         meant = textwrap.shorten(meant, 200, placeholder=" ...")
         return f"{key}.{option[1]} is no argument of {owner.__name__}; {meant}"
     return None
-
-
-def _callback_value(key: str, message: str) -> str | None:
-    """The message for a word in place of a callback's settings; None for any other error."""
-    given = _NO_CLASS.search(message)
-    if key not in CALLBACKS or given is None:
-        return None
-    remedy = f"write --{key} null for none, --{key} {{}} for its defaults, or its keys; --resume names a checkpoint"
-    return f"{key} takes the settings of a callback; got {given[1]:.80}; {remedy}"
 
 
 def _wrong_type(key: str, reasons: str, value: str, is_inner: bool) -> str | None:
@@ -182,6 +173,9 @@ def _no_class(key: str, message: str) -> str | None:
     found = _NO_CLASS.search(message) or _NO_IMPORT.search(message)
     if found is None:
         return None
+    if key in CALLBACKS:
+        remedy = f"write --{key} null for none, --{key} {{}} for its defaults, or its keys; --resume names a checkpoint"
+        return f"{key} takes the settings of a callback; got {found[1]:.80}; {remedy}"
     known = vars(_PACKAGES[key]) if key in _PACKAGES else {}
     nearest = get_close_matches(found[1].rpartition(".")[2], [name for name in known if name[0].isupper()], cutoff=0.5)
     remedy = f"did you mean {' or '.join(nearest)}?" if nearest else "correct it"
