@@ -230,7 +230,8 @@ def test_an_error_in_a_users_class_keeps_its_traceback(
 
 def test_commands_of_our_own_report_alike(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "config.json" in complaint(capsys, "quantize", str(tmp_path / "a"), str(tmp_path / "b"))
-    assert "see qerl export --help" in complaint(capsys, "export", str(tmp_path))
+    for more in ([], [str(tmp_path / "adapter"), "-c", "nowhere"]):
+        assert "see qerl export --help" in complaint(capsys, "export", str(tmp_path), *more)
     rule = "qerl takes a command first, one of configs, export, fit, quantize, test, validate; got "
     for words, found in {
         ("exprt", "a"): "exprt; did you mean export? see",

@@ -15,6 +15,7 @@ from yaml import YAMLError
 
 from qerl_pl import algorithm, datamodules, engines
 from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.cli.commands import TRAINER_COMMANDS
 from qerl_pl.cli.config_checks import CALLBACKS, arguments_of, module_class
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError, chain_of_causes, did_you_mean, explain_file_error
@@ -84,7 +85,8 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
             return f"a file of Python must be in its syntax; {where}: {cause.msg}; correct it"
     if isinstance(error, ArgumentError) and all(isinstance(cause, _PARSING) for cause in causes):
         command = next(word for word in argv if word in commands)
-        return f"{_parsing(str(error), module_class(argv))}; see qerl {command} --help"
+        module = module_class(argv) if command in TRAINER_COMMANDS else QeRLModule
+        return f"{_parsing(str(error), module)}; see qerl {command} --help"
     for cause in causes:
         if isinstance(cause, MisconfigurationException | ModuleNotFoundError):
             return _one_line(cause)
