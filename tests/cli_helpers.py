@@ -8,6 +8,22 @@ from jsonargparse import Namespace
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.main import QeRLCLI
 
+OWN = """
+from qerl_pl.modules import QeRLModule, SFTModule
+from qerl_pl.modules.policy_module import PolicyModule
+
+
+class Mine({base}):
+    def __init__(self, shown: float = 0.5, **settings):
+        super().__init__(**settings)
+        self.shown = shown
+
+    def training_step(self, batch, batch_idx):
+        super().training_step(batch, batch_idx)
+        self.log("mine/shown", self.shown, batch_size=1)
+"""
+"""A user's own module, with an argument of its own."""
+
 
 class Built(Exception):
     """Leaves the command line before it makes a Trainer: what the YAML names is built, no model, no data."""

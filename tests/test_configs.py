@@ -2,26 +2,30 @@
 
 import importlib
 import re
+import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from cli_helpers import built, saved_config
+from cli_helpers import OWN, built, saved_config
 from jsonargparse import ArgumentParser
 
 import qerl_pl.algorithm.objectives
 import qerl_pl.callbacks
 import qerl_pl.datamodules
 import qerl_pl.engines
+import qerl_pl.modules
 import qerl_pl.rewards
 from qerl_pl.algorithm.noise import NoiseSchedule
 from qerl_pl.algorithm.objectives import DAPO, GRPO, Objective, OnPolicyDistillation
 from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.datamodules import PromptDataModule
+from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
+from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.types import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
@@ -357,7 +361,7 @@ def test_the_saved_configuration_is_read_back_as_it_was(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("least.yaml").write_text(LEAST)
-    Path("sft_least.yaml").write_text("{data: ArithmeticConversations}")
+    Path("sft_least.yaml").write_text("{model: {class_path: SFTModule}, data: ArithmeticConversations}")
     Path("more.py").write_text("def exact(completions, **columns):\n    return [0.0 for _ in completions]\n")
     monkeypatch.syspath_prepend(tmp_path)
     text = saved_config("fit", *words)
@@ -367,12 +371,76 @@ def test_the_saved_configuration_is_read_back_as_it_was(
     built("fit", "-c", "config.yaml")
 
 
-def test_a_printed_configuration_is_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "least.yaml").write_text(LEAST)
-    with pytest.raises(SystemExit):
-        main(["fit", "-c", str(tmp_path / "least.yaml"), "--print_config"])
-    (tmp_path / "printed.yaml").write_text(capsys.readouterr().out)
-    assert built("fit", "-c", str(tmp_path / "printed.yaml")).model.objective == GRPO()
+SFT_DATA = ["--data", "ArithmeticConversations"]
+
+
+@pytest.mark.parametrize(
+    ("base", "named", "words"),
+    [
+        ("QeRLModule", "users_modules.Mine", ["-c", "quickstart"]),
+        ("QeRLModule", "users_modules.py:Mine", ["-c", "quickstart", "-c", "mine.yaml", "-c", "dapo"]),
+        ("SFTModule", "users_modules:Mine", ["-c", "sft", "-c", "mine.yaml"]),
+        ("SFTModule", "users_modules.Mine", ["-c", "mine.yaml", *SFT_DATA]),
+        ("SFTModule", "users_modules.Mine", [f"--config={ROOT}/configs/sft.yaml"]),
+    ],
+)
+def test_a_users_own_module_is_named_by_its_import_path(
+    base: str, named: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_modules", raising=False)
+    monkeypatch.delitem(sys.modules, "qerl_module_users_modules", raising=False)
+    Path("users_modules.py").write_text(OWN.format(base=base))
+    Path("mine.yaml").write_text(yaml.safe_dump({"model": {"class_path": named, "shown": 0.25}}))
+    if "mine.yaml" not in words:
+        words = [*words, "--model.class_path", named, "--model.shown", "0.25"]
+    settings = built("fit", *words, "--model.max_grad_norm", "0.7")
+    assert (type(settings.model).__name__, settings.model.shown) == ("Mine", 0.25)
+    assert isinstance(settings.model, getattr(qerl_pl.modules, base)) and 0.7 in (
+        settings.model.update.max_grad_norm if base == "QeRLModule" else settings.model.max_grad_norm,
+    )
+    text = saved_config("fit", *words)
+    Path("config.yaml").write_text(text)
+    assert saved_config("fit", "-c", "config.yaml") == text and yaml.safe_load(text)["model"]["class_path"] == named
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--model.class_path", "SFTModul"],
+            "model.class_path is QeRLModule or .*; got 'SFTModul'; did you mean SFTMod",
+        ),
+        (["--model.class_path=nowhere.Mine"], "model.class_path is .*'nowhere.Mine' cannot be imported"),
+        (["--model.class_path", "torch.nn.Linear"], "got torch.nn.Linear, which is none; derive it from one"),
+        (
+            ["--model.class_path", "test_configs.Few"],
+            "Few has no policy, optimizer, .*; add .*settings to its __init__",
+        ),
+        (["-c", "init.yaml"], "stand beside model.class_path; init.yaml, line 1 has init_args; write model: {class_"),
+        (
+            ["-c", '{"model": {"class_path": "SFTModule"}}'],
+            "read before other keys; it stands in a pipe, .*; add --model",
+        ),
+        (SFT_DATA, "QeRLModule samples from prompts; got conversations, data ArithmeticConv.* SFTModule to learn from"),
+        ([*SFT_DATA, "--model.class_path", "QeRLModule"], "set model.class_path to SFTModule to learn from them"),
+        (["-c", "sft", "--data", "ArithmeticDataModule"], "SFTModule learns from conversations; got data Arithmetic"),
+    ],
+)
+def test_a_module_that_does_not_go_with_the_run_is_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("init.yaml").write_text("model: {class_path: SFTModule, init_args: {policy: {path: x}}}")
+    given = [] if words[:2] == ["-c", "sft"] else ["-c", str(QUICKSTART)]
+    with pytest.raises(UserError, match=message) as refused:
+        built("fit", *given, *words)
+    assert "\n" not in str(refused.value)
+
+
+class Few(PolicyModule):
+    def __init__(self, shown: float = 0.5) -> None: ...
 
 
 # The command line -----------------------------------------------------------------------------------------------------
@@ -391,6 +459,9 @@ def test_printed_configuration_parses_again(capsys: pytest.CaptureFixture[str], 
     path.write_text(first)
     assert printed(capsys, "fit", "-c", str(path), "--print_config") == first
     assert yaml.safe_load(first)["model"]["optimizer"]["init_args"]["lr"] == 0.002
+    path.write_text(LEAST)
+    path.write_text(printed(capsys, "fit", "-c", str(path), "--print_config"))
+    assert built("fit", "-c", str(path)).model.objective == GRPO()
 
 
 def test_the_sampling_of_held_out_prompts_may_be_given_in_part(

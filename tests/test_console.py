@@ -174,7 +174,9 @@ def test_arguments_beside_the_name_of_a_class_are_told(tmp_path: Path, text: str
         check_config(str(path))
     assert CLASSES[text] in str(refused.value)
     path.write_text("{a: {class_path: A, init_args: {class_path: B}, dict_kwargs: {c: 1}}, b: {init_args: {d: 1}}}")
-    assert check_config(str(path)) == str(path)
+    assert check_config(str(path)) is None
+    path.write_text("model: {class_path: SFTModule, policy: {path: x}}")
+    assert check_config(str(path)) == "SFTModule"
 
 
 CODE = {
@@ -208,15 +210,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 VALUES = {
-    "--noise off": "noise takes the settings of a callback, or null for none; got off; write --noise null",
-    "--report true": "got true; write --report {}",
-    "--checkpoint best": "got best; name a checkpoint by --resume",
-    "--best runs/a/best.ckpt": "got runs/a/best.ckpt; name a checkpoint by --resume",
-    "--noise gaussian": "got gaussian; set its keys, or null",
+    "--noise off": "noise takes the settings of a callback; got off; write --noise null for none, --noise {} for its d",
+    "--best runs/a/best.ckpt": "for none, --best {} for its defaults, or its keys; --resume names a checkpoint",
     "--seed_everything 1e3": "or a whole number; got 1e3; write 1000; see",
-    "--trainer.max_steps 1e3": "trainer.max_steps takes a whole number; got 1000.0; write 1000; see",
     "--rollout.sampling.stop END": "rollout.sampling.stop takes a list; got END; write [END]; see",
-    "--rollout.eval_sampling.stop END": "rollout.eval_sampling.stop takes a list or null; got END; write [END]; see",
     "--model.policy.lora.targets q_proj,k_proj": "takes a list or all-linear or null; got q_proj,k_proj; write [q",
     "--model.objective {class_path:GRPO,beta:0.1}": "model.objective has others beside class_path; move",
     "--rollout.rewards.mine {file}:reward": "a file of Python must be in its syntax; {file}, line 1: ",

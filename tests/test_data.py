@@ -175,7 +175,7 @@ def test_a_path_is_taken_as_it_is_written(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         pq.write_table(pa.table({"question": [name], "answer": ["1"]}), tmp_path / name / "train.parquet")
     for name in ("run[1]", "a?", "x::y"):
-        (row,) = read_table(str(tmp_path / name), "train", ("question", "answer"))
+        (row,) = read_table(str(tmp_path / name), "train")
         assert row["question"] == name
 
 
@@ -369,6 +369,10 @@ def test_bad_rows_are_named(tmp_path: Path, tokenizer: str, content: str, messag
         ({"path": "no/such-data"}, "no file no/such-data is here, .*; correct data.path, or"),
         ({"batch_size": 10}, "batch_size=10 for 9 prompts"),
         ({"val_size": 9}, "val_size=9 of 9"),
+        (
+            {"batch_size": 4, "val_size": 6},
+            r"for 3 prompts \(6 of 9 are held out .* by val_size\); lower one of",
+        ),
         ({"max_prompt_tokens": 3}, "none of 9 is, the shortest has"),
         ({"batch_size": 0}, "batch_size must be at least 1; got 0"),
         ({"tokenizer": "no/such-tokenizer"}, "no/such-tokenizer cannot be loaded"),
@@ -443,27 +447,21 @@ def test_folder_without_the_split(gsm8k: Path, tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("filters", "message"),
-    [({"sources": ["amc"]}, "none of 5"), ({"levels": [7]}, "none of 5"), ({"min_solve_rate": 2.0}, "none of 5")],
+    ("filters", "rows", "message"),
+    [
+        ({"sources": ["amc"]}, BIGMATH, "none of 5"),
+        ({"levels": [7]}, BIGMATH, "none of 5"),
+        ({"min_solve_rate": 2.0}, BIGMATH, "none of 5"),
+        (
+            {"levels": [3]},
+            [{"problem": "p", "answer": "1"}],
+            "level or llama8b_solve_rate.* has problem, answer",
+        ),
+    ],
 )
-def test_filters_that_leave_nothing(tmp_path: Path, tokenizer: str, filters: dict, message: str) -> None:
-    file = write_jsonl(tmp_path / "bigmath.jsonl", BIGMATH)
+def test_filters_that_leave_nothing(tmp_path: Path, filters: dict, rows: list[dict], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        BigMathDataModule(str(file), batch_size=1, tokenizer=tokenizer, **filters).setup("fit")
-
-
-def test_filter_without_its_column(tmp_path: Path, tokenizer: str) -> None:
-    file = write_jsonl(tmp_path / "plain.jsonl", [{"problem": "p", "answer": "1"}])
-    with pytest.raises(
-        UserError, match="levels filters by the column level or llama8b_solve_rate.* has problem, answer"
-    ):
-        BigMathDataModule(str(file), batch_size=1, val_size=0, levels=[3], tokenizer=tokenizer).setup("fit")
-
-
-def test_no_chat_template(gsm8k: Path, tmp_path: Path) -> None:
-    bare = make_tokenizer(tmp_path / "bare", template=None)
-    with pytest.raises(UserError, match="need a chat template; .* the folder that model.policy.path names"):
-        GSM8KDataModule(str(gsm8k), tokenizer=bare, batch_size=2, val_size=1).setup("fit")
+        BigMathDataModule(str(write_jsonl(tmp_path / "bigmath.jsonl", rows)), **filters).train_rows()
 
 
 def test_a_template_that_names_the_day_renders_the_same_on_every_day() -> None:
@@ -476,9 +474,12 @@ def test_a_template_that_names_the_day_renders_the_same_on_every_day() -> None:
         assert ids != tokenizer("27 Jul 2024", add_special_tokens=False)["input_ids"]
 
 
-def test_template_that_refuses_a_system_message(gsm8k: Path, tmp_path: Path) -> None:
+def test_templates_that_are_none_or_refuse_a_system_message(gsm8k: Path, tmp_path: Path) -> None:
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
-    strict = make_tokenizer(tmp_path / "strict", template)
-    with pytest.raises(UserError, match="no system role; .*system_prompt to null"):
-        GSM8KDataModule(str(gsm8k), tokenizer=strict, batch_size=2, val_size=1).setup("fit")
+    strict, bare = make_tokenizer(tmp_path / "strict", template), make_tokenizer(tmp_path / "bare", template=None)
+    refusals = {strict: "no system role; .*system_prompt to null"}
+    refusals |= {bare: "need a chat template; .* the folder that model.policy.path names"}
+    for tokenizer, message in refusals.items():
+        with pytest.raises(UserError, match=message):
+            GSM8KDataModule(str(gsm8k), tokenizer=tokenizer, batch_size=2, val_size=1).setup("fit")
     GSM8KDataModule(str(gsm8k), tokenizer=strict, system_prompt=None, batch_size=2, val_size=1).setup("fit")

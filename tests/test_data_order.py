@@ -1,16 +1,19 @@
 """The order of the prompts: shuffled by seed and epoch, and the same after a resume."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import AutoTokenizer
 
-from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
+from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule, Row
 from qerl_pl.datamodules.base import PromptSampler
 from qerl_pl.errors import UserError
+from qerl_pl.runtime.checks import SamplingCallback
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.toy.tokenizer import build_tokenizer
 from qerl_pl.types import Prompt, PromptBatch
@@ -55,6 +58,8 @@ class Recorder(LightningModule):
 
     def validation_step(self, batch: PromptBatch, batch_idx: int) -> None:
         assert isinstance(batch.prompts[0], Prompt)
+
+    test_step = validation_step
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -142,3 +147,65 @@ def test_replacement_prompts(tokenizer: str) -> None:
         data.setup("fit")
     assert len({tuple(draw(data, 3)) for data in of_seeds}) > 1
     assert sorted(draw(one, 3, count=99, exclude=("train-0",))) == [f"train-{n}" for n in range(1, 9)]
+
+
+class Counted(ArithmeticDataModule):
+    """A user's, which counts its calls."""
+
+    def __init__(self, calls: list[str], **settings: Any) -> None:
+        super().__init__(batch_size=2, val_size=2, train_size=8, **settings)
+        self.calls = calls
+
+    def setup(self, stage: str) -> None:
+        self.calls.append("setup")
+        super().setup(stage)
+
+    def train_rows(self) -> Sequence[Row]:
+        self.calls.append("read")
+        return super().train_rows()
+
+
+class Offers(Callback, SamplingCallback):
+    """Has a tool, and counts its calls."""
+
+    tool: ClassVar[dict[str, Any]] = {"type": "function", "function": {"name": "add"}}
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def check_first(self, trainer: Trainer, stage: str) -> None:
+        self.calls.append(f"check {stage}")
+
+    def open_environments(self, trainer: Trainer) -> Sequence[Mapping[str, Any]]:
+        self.calls.append("open")
+        return [self.tool]
+
+
+FIT = ["read", "check fit", "open", "setup"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "calls"),
+    [
+        (["fit"], FIT),
+        (["validate"], ["read", "check validate", "open", "setup"]),
+        (["test"], ["read", "check test", "open", "setup"]),
+        (["fit", "validate"], [*FIT, "check validate", "open", "setup"]),
+        (["fit", "test"], [*FIT, "check test", "open", "setup"]),
+        (["another rank's fit"], ["setup", "read", "check fit", "open"]),
+    ],
+)
+def test_a_run_is_checked_and_set_up_once_and_offers_the_tools_of_its_environments(
+    stages: list[str], calls: list[str], tokenizer: str, tmp_path: Path
+) -> None:
+    found: list[str] = []
+    data, module, callback = Counted(found, tokenizer=tokenizer), Recorder(tokenizer), Offers(found)
+    options = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = Trainer(accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, callbacks=[callback], **options)
+    for stage in stages:
+        if stage.startswith("another"):
+            data.trainer = trainer
+            data.setup("fit")
+        else:
+            getattr(trainer, stage)(module, data)
+    assert found == calls and data.tools == [Offers.tool]

@@ -244,8 +244,16 @@ def test_the_rewards_of_the_page_are_accepted_and_score(
     assert judge.template.count("{") == 3 and "Score: N" in judge.template
 
 
-def test_the_rewards_of_the_page_of_the_command_line_are_accepted(tmp_path: Path) -> None:
-    (block,) = pages.fences(ROOT / "docs" / "command-line.md", "yaml")
+def test_the_module_and_the_rewards_of_the_page_of_the_command_line_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = ROOT / "docs" / "command-line.md"
+    module, block = pages.fences(page, "yaml")
+    monkeypatch.chdir(tmp_path)
+    Path("my_modules.py").write_text(pages.fences(page, "python")[0])
+    Path("module.yaml").write_text(module)
+    mine = built("fit", "-c", "quickstart", "-c", "module.yaml").model
+    assert (type(mine).__name__, mine.shown, mine.policy_config.path) == ("Mine", 0.25, "Qwen/Qwen2.5-1.5B-Instruct")
     (tmp_path / "rewards.yaml").write_text(block)
     settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(tmp_path / "rewards.yaml"))
     rewards = {reward.name: reward.weight for reward in settings.rollout.config.rewards}

@@ -27,10 +27,7 @@ QUICK = ("fit", "-c", "quickstart")
     ("listed", "words", "keys"),
     [
         ("[ModelCheckpoint]", ["--best", "{mode: min}"], "best"),
-        ("[ModelCheckpoint, LearningRateMonitor]", ["--best.monitor", "reward/mean"], "best"),
         ("[{class_path: ModelCheckpoint, init_args: {monitor: val/accuracy}}]", ["--best.save_top_k", "3"], "best"),
-        ("[qerl_pl.callbacks.ResumeCheckpoint]", ["--checkpoint.every_n_rollouts", "2"], "checkpoint"),
-        ("[qerl_pl.callbacks.AdaptiveQuantizationNoise]", [], "noise"),
         ("[CompletionLog, RunSummary]", ["--completions.jsonl", "true"], "completions"),
     ],
 )
@@ -44,8 +41,6 @@ def test_a_key_that_trainer_callbacks_would_replace_is_refused(listed: str, word
     [
         (["--noise", "null"], "rollout"),
         ([], "noise and rollout"),
-        (["--best.save_top_k", "3"], "noise and best and rollout"),
-        (["--checkpoint.keep", "3", "--noise", "null"], "checkpoint and rollout"),
         (["--noise", "null", "--completions.jsonl", "true", "--report", "{}"], "completions and report and rollout"),
     ],
 )
@@ -118,9 +113,6 @@ def test_no_rewards_in_a_file_drop_those_of_earlier_files(later: list[str], name
     "words",
     [
         ["--rollout.group_size", "16"],
-        ["--rollout.rewards", "{accuracy: GSM8KAnswer}"],
-        ["--rollout.engine", "TransformersEngine"],
-        ["--rollout.sampling.max_tokens", "9"],
         ["--completions.jsonl", "true"],
     ],
 )
@@ -145,8 +137,6 @@ GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
     [
         (GRPO(advantage_norm="batch"), r"advantage_norm batch \(GRPO\); set it to group"),
         (DAPO(advantage_norm="maxrl"), r"advantage_norm maxrl \(DAPO\)"),
-        (GRPO(advantage_norm="rloo"), r"advantage_norm rloo \(GRPO\)"),
-        (GRPO(advantage_norm="none"), r"advantage_norm none \(GRPO\)"),
         (DrGRPO(), r"advantage_norm none \(DrGRPO\)"),
     ],
 )
@@ -157,7 +147,7 @@ def test_gdpo_refuses_another_advantage_norm_than_its_own(objective: Objective, 
     started(DrGRPO(advantage_norm="group"), GDPO)
 
 
-@pytest.mark.parametrize("objective", [GRPO(), DAPO(), DrGRPO(), GRPO(beta=0.04), DAPO(entropy_coefficient=0.1)])
+@pytest.mark.parametrize("objective", [GRPO(beta=0.04), DAPO()])
 @pytest.mark.parametrize(
     ("teacher", "names"),
     [

@@ -75,13 +75,6 @@ def test_an_adapter_with_other_tensors_is_told_which(tmp_path: Path, other: str)
 GSM8K = [f'{{"question": "What is {n} plus 1?", "answer": "#### {n + 1}"}}' for n in range(8)]
 FOUND_LATER: dict[str, tuple[list[str] | None, list[str], str]] = {
     "malformed line": ([*GSM8K, "{question"], [], "rows.jsonl, line 9"),
-    "missing column": (['{"problem": "1 + 1", "answer": "#### 2"}'], [], "has no question; got problem, answer"),
-    "nothing short enough": (GSM8K, ["--data.max_prompt_tokens", "5"], "none of 8 is"),
-    "batch above what is left": (
-        GSM8K,
-        ["--data.batch_size", "4", "--data.val_size", "6"],
-        r"batch_size=4 for 2 prompts \(6 of 8 are held out for validation by val_size\); lower one of them",
-    ),
     "adapter on the vocabulary": (GSM8K, ["--model.policy.lora.targets", "[lm_head]"], "'lm_head' matches none"),
     "full rank": (
         GSM8K,
@@ -285,8 +278,6 @@ RUNS: dict[str, tuple[str, str]] = {
     "malformed": ("{a: [", "config.yaml must be YAML; .*config.yaml is not"),
     "another's": ("name: tests\non: [push]\n", "has no model.policy with path and lora"),
     "a list": ("[1, 2]", "has no model.policy with path and lora"),
-    "empty": ("", "has no model.policy with path and lora"),
-    "no policy": ("model: {lr_scheduler: cosine}", "has no model.policy with path and lora"),
     "policy without a path": ("model: {policy: {lora: {rank: 4}}}", "has no model.policy with path and lora"),
     "another version's": (yaml.safe_dump({"model": {"policy": POLICY | {"shape": 1}}}), "not accept option 'shape'"),
     "a rank that is none": (

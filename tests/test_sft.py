@@ -13,7 +13,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from cli_helpers import built
+from cli_helpers import OWN, built
 from fit_helpers import command, configuration, fit, fit_on_ranks
 from huggingface_hub import ModelCard
 from lightning.pytorch import Trainer
@@ -170,15 +170,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_state_saved(tiny_policy
 
 SFT = ROOT / "configs" / "sft.yaml"
 MISTAKES = {
-    "objective": (["--model.objective", "DAPO"], "no objective; got model.objective qerl_pl.algorithm.*DAPO"),
-    "teacher": (
-        ["--model.teacher.offload", "false"],
-        "objective; got model.teacher {.*'offload': False}; leave it out",
+    "objective": (
+        ["--model.objective", "DAPO"],
+        "SFTModule has none of objective, .*teacher, .*; got model.objective; leave",
     ),
-    "minibatches": (
-        ["--model.minibatches", "2"],
-        "no rollouts and no objective; got model.minibatches 2; le",
-    ),
+    "teacher": (["--model.teacher.offload", "false"], "which are of rollouts; got model.teacher.offload; leave it"),
+    "minibatches": (["-c", "dapo"], "which are of rollouts; got model.objective.*; leave it out"),
+    "prompts": (["--data", "ArithmeticDataModule"], "SFTModule learns from conversations; got data ArithmeticDataMod"),
+    "its class": (["--model.class_path", "QeRLModule"], "set model.class_path to SFTModule to learn from them, or dat"),
     "noise": (["--noise.sigma_start", "0.02"], "has no rollouts; got the key noise; set it to null"),
     "no path": (["--data", "ConversationDataModule"], "data.path|path"),
     "a test": (["test"], "validated on, not tested; got qerl test; use qerl validate"),
@@ -216,6 +215,7 @@ def sft_settings(base: Path, run: Path, dropout: float = 0.1) -> dict[str, Any]:
         "micro_batch_tokens": 150
     }
     settings["model"]["policy"]["lora"]["dropout"] = dropout
+    settings["model"]["class_path"] = "SFTModule"
     settings["data"] = {
         "class_path": "qerl_pl.datamodules.ArithmeticConversations",
         "init_args": {"train_size": 16, "batch_size": 4, "val_size": 5, "val_batch_size": 2},
@@ -282,17 +282,22 @@ def test_a_run_learns_and_writes_what_reinforcement_learning_starts_from(whole: 
 
 
 def test_the_configuration_trains_on_data_of_few_batches(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    """Two steps, with a validation at their end."""
+    """Two steps of a user's own module, with a validation at their end."""
+    (tmp_path / "mine.py").write_text(OWN.format(base="SFTModule"))
     (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS * 2))
     run = tmp_path / "run"
     data = ["--data", "ConversationDataModule", "--data.path", str(tmp_path / "few.jsonl"), "--data.val_size", "2"]
     policy = ["--model.policy.path", str(tiny_policy_dir), "--model.policy.quantization", "none"]
+    policy += ["--model.class_path", f"{tmp_path}/mine.py:Mine", "--model.shown", "0.25"]
     words = ["fit", "-c", str(SFT), *data, "--data.batch_size", "3", *policy, "--trainer.default_root_dir", str(run)]
     status, output = command(words, tmp_path / "log")
     assert status == 0, output
     assert [step for step, _ in curve(run, "optim/loss")] == [0, 1]
     assert [step for step, _ in curve(run, "val/loss")] == [-1, 1]
+    assert [value for _, value in curve(run, "mine/shown")] == [0.25, 0.25]
     assert (run / "checkpoints" / "best-step=2.ckpt").is_file()
+    hyperparameters = (run / "hparams.yaml").read_text()
+    assert re.search(r"^model: .*mine.py:Mine$", hyperparameters, re.M) and "model.shown: 0.25" in hyperparameters
 
 
 def test_an_export_is_the_runs_adapter(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def test_a_folder_as_the_hub_has_it_is_read(tmp_path: Path, name: str, monkeypat
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file" / "no-folder")
     (tmp_path / "file").touch()
     names, readme, subset, split, found = FOLDERS[name]
-    rows = read_table(str(hub(tmp_path / "data", *names, readme=readme)), split, (), subset)
+    rows = read_table(str(hub(tmp_path / "data", *names, readme=readme)), split, subset)
     assert [one["question"] for one in rows] == found
 
 
@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[list[str], str, str | None, str, str]] = {
 def test_a_folder_without_the_rows_is_one_line(tmp_path: Path, name: str) -> None:
     names, readme, subset, split, message = REFUSED[name]
     with pytest.raises(UserError, match=message) as raised:
-        read_table(str(hub(tmp_path, *names, readme=readme)), split, (), subset)
+        read_table(str(hub(tmp_path, *names, readme=readme)), split, subset)
     assert "\n" not in str(raised.value)
 
 

@@ -76,7 +76,9 @@ def flatten(settings: Any, key: str = "") -> dict[str, Any]:
         return {} if settings is None else {key: settings}
     flat: dict[str, Any] = {}
     if name := _class_name(settings):
-        flat[key], settings = name, settings.get("init_args") or {}
+        # The keys of the run's module stand beside its class.
+        beside = {part: value for part, value in settings.items() if part not in ("class_path", "dict_kwargs")}
+        flat[key], settings = name, beside.pop("init_args", beside) or {}
     for part, value in settings.items():
         flat |= flatten(value, f"{key}.{part}" if key else part)
     return flat

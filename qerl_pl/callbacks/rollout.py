@@ -1,7 +1,7 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -27,7 +27,7 @@ from qerl_pl.rewards import (
     with_environment_reward,
 )
 from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.runtime.checks import ChecksFirst, check_monitors, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.checks import SamplingCallback, check_monitors, no_sampling_callback, warn_of_unused
 from qerl_pl.runtime.machine import let_waiting_threads_sleep
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
@@ -44,7 +44,7 @@ POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.
 """Default sampling of held-out prompts: without filters, with training's token limit and stop strings."""
 
 
-class RolloutCallback(Callback, ChecksFirst):
+class RolloutCallback(Callback, SamplingCallback):
     """Samples and scores the completions of training, validation and test batches.
 
     A completion's seed depends only on (run seed, policy version, prompt, sample index), so that a resumed run draws
@@ -99,8 +99,6 @@ class RolloutCallback(Callback, ChecksFirst):
         reset_patience: Seconds for which a `reset` that fails is repeated, at least three times; 0 repeats none.
     """
 
-    fills_batches = True
-
     def __init__(
         self,
         rewards: dict[str, Reward | str] | list[Reward | str],
@@ -151,8 +149,6 @@ class RolloutCallback(Callback, ChecksFirst):
                 patience=reset_patience,
             )
         self._dialogues: DialogueSampler | None = None
-        self._dialogues_of: tuple[Any, ...] = ()
-        """Tokenizer and data of the dialogues."""
         self.config = CollectorConfig(
             scored_by,
             group_size,
@@ -207,27 +203,26 @@ class RolloutCallback(Callback, ChecksFirst):
                 "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
                 "extra_eval_sampling); lower them"
             )
-        # Another one has prompts and limits of its own.
-        if self._pool is not None and self._dialogues_of != (owners := (module.tokenizer, data)):
-            self._dialogues = self._start_environments(self._pool, module, data)
-            self._dialogues_of = owners
 
-    def _start_environments(self, pool: EnvironmentPool, module: QeRLModule, data: PromptDataModule) -> DialogueSampler:
-        """Check environment, chat template and tool format, and have the data's prompts offer the tools."""
-        dialogues = DialogueSampler(
+    def open_environments(self, trainer: Trainer) -> Sequence[Mapping[str, Any]]:
+        """Start the environments, and try one on the chat template and the tool format; returns its tools' schemas."""
+        module, data = _module(trainer.lightning_module), _data(trainer)
+        if self._pool is None:
+            return ()
+        self._dialogues = DialogueSampler(
             self.dialogue_config,
-            pool,
+            self._pool,
             module.tokenizer,
             end_token_ids(module.base_folder),
             data.max_prompt_tokens,
             data.system_prompt,
             data.chat_template_kwargs,
         )
-        opening = pool.check()
-        if opening is not None:
-            dialogues.check(opening)
-            data.tools = opening.tools
-        return dialogues
+        opening = self._pool.check()
+        if opening is None:
+            return ()
+        self._dialogues.check(opening)
+        return opening.tools
 
     def longest(self, data: PromptDataModule) -> int:
         """Longest sequence in tokens, prompt and completion."""

@@ -24,8 +24,7 @@ class ConfigFile(ActionConfigFile):
     def apply_config(parser: ArgumentParser, cfg: Namespace, dest: str, value: str) -> None:
         """Merge a file into the configuration; jsonargparse by itself replaces a dictionary."""
         earlier = cfg.get("rollout.rewards")
-        path = check_config(value)
-        ActionConfigFile.apply_config(parser, cfg, dest, path)
+        ActionConfigFile.apply_config(parser, cfg, dest, config_path(value))
         rewards = cfg.get("rollout.rewards")
         if isinstance(earlier, dict) and isinstance(rewards, dict) and rewards:
             cfg["rollout.rewards"] = earlier | rewards
@@ -45,20 +44,20 @@ def config_path(value: str) -> str:
     return str(_shipped(value))
 
 
-def check_config(value: str) -> str:
-    """The file that `-c VALUE` names, as `config_path`, with keys as a configuration has them.
+def check_config(value: str) -> str | None:
+    """Check the keys of the file that `-c VALUE` names: one twice, and a class's argument beside its name.
+
+    Returns:
+        `model.class_path`, if the file has it.
 
     Raises:
         UserError: No file and no configuration has the name, or the file is no mapping of keys in YAML.
     """
     path = config_path(value)
-    if Path(path).is_file():
-        _check_keys(path)
-    return path
+    return _check_keys(path) if Path(path).is_file() else None
 
 
-def _check_keys(path: str) -> None:
-    """Refuse a file that is no YAML or has no keys, a key that stands twice, and a class's argument beside its name."""
+def _check_keys(path: str) -> str | None:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except UnicodeDecodeError as error:
@@ -82,22 +81,35 @@ def _check_keys(path: str) -> None:
             f"a configuration is a mapping of keys to values; {path} is {'empty' if root is None else 'none'}; write "
             "some, as in trainer: {max_steps: 8}, or leave the file out"
         )
+    runs = [root, *(value for key, value in root.value if key.value in ("fit", "validate", "test"))]
+    keys = [pair for run in runs if isinstance(run, yaml.MappingNode) for pair in run.value]
+    model = next((value for key, value in keys if key.value == "model"), None)
     nodes: list[yaml.Node] = [root]
     while nodes:
         node = nodes.pop()
         if isinstance(node, yaml.MappingNode):
-            _check_mapping(node, path)
+            _check_mapping(node, path, node is model)
             nodes += [value for _, value in node.value]
         elif isinstance(node, yaml.SequenceNode):
             nodes += node.value
+    named = model.value if isinstance(model, yaml.MappingNode) else []
+    return next((str(value.value) for key, value in named if key.value == "class_path"), None)
 
 
-def _check_mapping(node: yaml.MappingNode, path: str) -> None:
-    """Refuse a key that stands twice, of which YAML keeps the last, and an argument of a class beside `class_path`."""
+def _check_mapping(node: yaml.MappingNode, path: str, is_module: bool) -> None:
+    """Refuse a key that stands twice, of which YAML keeps the last, and an argument of a class beside `class_path`.
+
+    Those of the module do stand beside it: they are the same without it, and in other files.
+    """
     seen: set[str] = set()
-    is_class = any(key.value == "class_path" for key, _ in node.value)
+    is_class = any(key.value == "class_path" for key, _ in node.value) and not is_module
     for key, _ in node.value:
         name, line = str(key.value), key.start_mark.line + 1
+        if is_module and name == "init_args":
+            raise UserError(
+                f"keys of the module stand beside model.class_path; {path}, line {line} has init_args; write "
+                "model: {class_path: ..., policy: ...}"
+            )
         if name in seen:
             raise UserError(
                 f"a key stands once in a mapping; {path}, line {line} has {name} again; put the values of both "

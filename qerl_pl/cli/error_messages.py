@@ -1,6 +1,5 @@
 """One-line messages for user errors, with the nearest key for a misspelt one."""
 
-import inspect
 import re
 import textwrap
 from collections.abc import Collection
@@ -16,7 +15,8 @@ from yaml import YAMLError
 
 from qerl_pl import algorithm, datamodules, engines
 from qerl_pl.callbacks import RolloutCallback
-from qerl_pl.cli.config_checks import CALLBACKS
+from qerl_pl.cli.commands import TRAINER_COMMANDS
+from qerl_pl.cli.config_checks import CALLBACKS, arguments_of, module_class
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError, chain_of_causes, did_you_mean, explain_file_error
 from qerl_pl.modules import QeRLModule
@@ -27,7 +27,7 @@ _PARSING = (TypeError, ValueError, ImportError, AttributeError, LookupError, OSE
 
 _PLAIN = ("seed_everything", "resume", "ckpt_path", "config", "dry-run")
 _KEYS: dict[str, type | None] = dict.fromkeys((*_PLAIN, *CALLBACKS))
-_KEYS |= {"model": QeRLModule, "data": PromptDataModule, "rollout": RolloutCallback, "trainer": Trainer}
+_KEYS |= {"data": PromptDataModule, "rollout": RolloutCallback, "trainer": Trainer}
 """Top-level keys, and the classes whose arguments are the keys below them."""
 _ELSEWHERE = {
     "model.optimizer.lr": "lr learning_rate",
@@ -60,6 +60,7 @@ _TYPED = re.compile(r"Given value: (.*)$", re.MULTILINE)  # as it stands on the 
 _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 _EXPECTED = re.compile(r"Expected a (?:<class '(?:collections\.abc\.)?(\w+)'>|typing\.Literal\[(.*)\])")
 _NO_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'")
+_NO_CONFIG = re.compile(r"Unable to load config '([^']+)'")
 _NO_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted")
 _CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 _NO_CLASS = re.compile(r"(?:Expected a dot import path string: |Unexpected import path format: )(.*)()$", re.MULTILINE)
@@ -84,7 +85,8 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
             return f"a file of Python must be in its syntax; {where}: {cause.msg}; correct it"
     if isinstance(error, ArgumentError) and all(isinstance(cause, _PARSING) for cause in causes):
         command = next(word for word in argv if word in commands)
-        return f"{_parsing(str(error))}; see qerl {command} --help"
+        module = module_class(argv) if command in TRAINER_COMMANDS else QeRLModule
+        return f"{_parsing(str(error), module)}; see qerl {command} --help"
     for cause in causes:
         if isinstance(cause, MisconfigurationException | ModuleNotFoundError):
             return _one_line(cause)
@@ -103,17 +105,23 @@ def _one_line(error: BaseException) -> str:
     return " ".join("; ".join([str(error), *getattr(error, "__notes__", [])]).split())
 
 
-def _parsing(message: str) -> str:
-    """What is wrong by jsonargparse's message of many lines, or the beginning of that."""
+def _parsing(message: str, module: type) -> str:
+    """What is wrong by jsonargparse's message of many lines, or its beginning; `module` has the keys of `model`."""
     message = re.sub(r"NestedArg\(key='([\w.]+)', val='?(.*?)'?\)", r"\1=\2", message)
     keys = list(_KEY.finditer(message))
     if not keys:
         unknown = _NO_KEY.search(message)
-        nearest = _nearest_key(unknown[1] or unknown[2]) if unknown else None
+        name = (unknown[1] or unknown[2]) if unknown else ""
+        others = [key for key in arguments_of(QeRLModule) if key not in arguments_of(module)]
+        if any(f"{name}.".startswith(f"model.{key}.") for key in others):
+            return f"{module.__name__} has none of {', '.join(others)}, which are of rollouts; got {name}; leave it out"
+        nearest = _nearest_key(name, module) if name else None
         return message if nearest is None else f"{message}; did you mean {nearest}?"
     key, start = ".".join(dict.fromkeys(match[1] for match in keys)), keys[-1].end()
+    if key == "model" and (word := _NO_CONFIG.search(message)):
+        return f"model takes a file of its keys; got {word[1]}; a class is named by --model.class_path {word[1]}"
     value = (len(keys) == 1 and _TYPED.search(message)) or _VALUE.search(message, start)
-    reason = _unknown_argument(key, message) or _callback_value(key, message)
+    reason = _unknown_argument(key, message)
     given = ("null" if value[1] == "None" else value[1]) if value else None
     if reason is None and value and given:
         reason = _wrong_type(key, message[start : value.start()], given, len(keys) > 1)
@@ -130,26 +138,11 @@ def _unknown_argument(key: str, message: str) -> str | None:
         if option[1] == "class_path":  # of a mapping without init_args
             return f"arguments of a class stand under init_args; {key} has others beside class_path; move them there"
         owner = resolve_name(owners[0])
-        arguments = _arguments(owner)
+        arguments = arguments_of(owner)
         meant = did_you_mean(option[1], arguments).strip() or f"its arguments are {', '.join(arguments)}"
         meant = textwrap.shorten(meant, 200, placeholder=" ...")
         return f"{key}.{option[1]} is no argument of {owner.__name__}; {meant}"
     return None
-
-
-def _callback_value(key: str, message: str) -> str | None:
-    """The message for a word in place of a callback's settings; None for any other error."""
-    given = _NO_CLASS.search(message)
-    if key not in CALLBACKS or given is None:
-        return None
-    remedy = "set its keys, or null"
-    if given[1].lower() in ("off", "none", "false", "no"):
-        remedy = f"write --{key} null"
-    elif given[1].lower() in ("on", "true", "yes"):
-        remedy = f"write --{key} {{}}"
-    elif key in ("best", "checkpoint") or "/" in given[1]:
-        remedy = "name a checkpoint by --resume"
-    return f"{key} takes the settings of a callback, or null for none; got {given[1]:.80}; {remedy}"
 
 
 def _wrong_type(key: str, reasons: str, value: str, is_inner: bool) -> str | None:
@@ -182,13 +175,16 @@ def _no_class(key: str, message: str) -> str | None:
     found = _NO_CLASS.search(message) or _NO_IMPORT.search(message)
     if found is None:
         return None
+    if key in CALLBACKS:
+        remedy = f"write --{key} null for none, --{key} {{}} for its defaults, or its keys; --resume names a checkpoint"
+        return f"{key} takes the settings of a callback; got {found[1]:.80}; {remedy}"
     known = vars(_PACKAGES[key]) if key in _PACKAGES else {}
     nearest = get_close_matches(found[1].rpartition(".")[2], [name for name in known if name[0].isupper()], cutoff=0.5)
     remedy = f"did you mean {' or '.join(nearest)}?" if nearest else "correct it"
     return f"{key} takes a class or its import path; got {found[1]}{found[2] and f' ({found[2]})'}; {remedy}"
 
 
-def _nearest_key(key: str) -> str | None:
+def _nearest_key(key: str, module: type) -> str | None:
     """The key whose last name is the most similar, and of several the one that is most similar as a whole.
 
     An argument of a class is below the nearest key of a class.
@@ -196,10 +192,10 @@ def _nearest_key(key: str) -> str | None:
     above, _, last = key.rpartition(".")
     if last in _TRANSLATED:
         return _TRANSLATED[last]
-    keys = _all_keys(_KEYS)
+    keys = _all_keys(_KEYS | {"model": module})
     for name in get_close_matches(last, {one.rpartition(".")[2] for one in keys}, n=1, cutoff=0.7):
         return get_close_matches(key, [one for one in keys if one.rpartition(".")[2] == name], n=1, cutoff=0.0)[0]
-    nearest = _nearest_key(above) if above else None
+    nearest = _nearest_key(above, module) if above else None
     return None if nearest in (None, above) else f"{nearest}.{last}"
 
 
@@ -207,19 +203,7 @@ def _all_keys(owners: dict[str, type | None]) -> list[str]:
     """These keys, and those below them."""
     keys = []
     for key, owner in owners.items():
-        below = {} if owner is None else _arguments(owner)
+        below = {} if owner is None else arguments_of(owner)
         groups = {name: kind if isinstance(kind, type) and is_dataclass(kind) else None for name, kind in below.items()}
         keys += [key, *(f"{key}.{name}" for name in _all_keys(groups))]
     return keys
-
-
-def _arguments(owner: type) -> dict[str, type | None]:
-    """Names and types of a constructor's arguments, also of the bases that get its **kwargs."""
-    arguments: dict[str, type | None] = {}
-    for base in owner.__mro__[:-1]:
-        parameters = inspect.signature(base).parameters
-        for name, parameter in parameters.items():
-            arguments.setdefault(name, parameter.annotation)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return arguments

@@ -29,9 +29,10 @@ from qerl_pl.cli.config_checks import (
     SFT_CALLBACKS,
     check_values,
     complete,
-    is_sft,
     listed,
-    sft_module,
+    module_class,
+    named_module,
+    without_class_path,
 )
 from qerl_pl.cli.configs import ConfigFile
 from qerl_pl.cli.dry_run import DryRun, describe
@@ -102,12 +103,15 @@ class QeRLCLI(LightningCLI):
     """LightningCLI for this package's modules, with one folder for all files of a run, and `--resume`."""
 
     def __init__(self, args: ArgsType = None) -> None:
-        self._only = _named_first(sys.argv[1:] if args is None else args)
+        given = sys.argv[1:] if args is None else args
+        self._only = _named_first(given)
+        self._module = module_class(given)
+        self._has_rollouts = issubclass(self._module, QeRLModule)
         self._new_folders: list[Path] = []
         """Of the run, innermost first, that this process made."""
         try:
             super().__init__(
-                QeRLModule,
+                self._module,
                 LightningDataModule,  # prompts, or conversations for supervised fine-tuning
                 subclass_mode_data=True,
                 seed_everything_default=0,
@@ -137,6 +141,12 @@ class QeRLCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.link_arguments("seed_everything", "model.seed", compute_fn=_run_seed)
+        parser.add_argument(
+            "--model.class_path",
+            type=str,
+            default=jsonargparse.SUPPRESS,
+            help="The module: QeRLModule (default), SFTModule, or one of yours, my_package.Mine or my_file.py:Mine.",
+        )
         # Or jsonargparse reads a table that data.path names as configuration, and takes a .csv's text for the path.
         parser._option_string_actions["--data"].sub_add_kwargs["sub_configs"] = False  # type: ignore[attr-defined]
         # Not instantiated by the parser: a configuration that lists its RolloutCallback has no rewards here.
@@ -177,11 +187,17 @@ class QeRLCLI(LightningCLI):
         """Parse, and set defaults that depend on other keys: the objective, the data's seed, the run's folder."""
         is_parsed = isinstance(args, dict | Namespace)
         self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
-        check_values(parser, self.config)
         command = self.config["subcommand"]
         config = self.config[command]
-        self._is_sft = is_sft(config)
-        complete(config, command, self._parser(command).get_defaults())
+        check_values(parser, self.config, self._module)
+        if named_module(config.model.get("class_path")) is not self._module:
+            raise UserError(
+                "model.class_path is read before other keys; it stands in a pipe, or in no file that -c names; "
+                "add --model.class_path"
+            )
+        if self._module is QeRLModule:  # and RUN/config.yaml is one of earlier versions
+            config.model.pop("class_path", None)
+        complete(config, command, self._parser(command).get_defaults(), self._module)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
@@ -192,18 +208,18 @@ class QeRLCLI(LightningCLI):
             verify(Path(config.ckpt_path))
 
     def before_instantiate_classes(self) -> None:
-        """Build the SFT module from the keys under `model` if the data are conversations; stop a dry run.
+        """Build a module of another class from the keys under `model`; stop a dry run.
 
         Raises:
             DryRun: The run is not to start.
         """
-        if self._is_sft:  # in place of Lightning's own, which keeps hyperparameters
-            self.parser.add_instantiator(sft_module, QeRLModule, subclasses=False, prepend=True)
+        if self._module is not QeRLModule:  # in place of Lightning's own, which keeps hyperparameters
+            self.parser.add_instantiator(without_class_path, self._module, subclasses=False, prepend=True)
         if self._get(self.config, "dry_run"):
             settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
             callbacks = listed(settings.trainer.callbacks)
             rollouts = [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
-            if not rollouts and not self._is_sft:
+            if not rollouts and self._has_rollouts:
                 rollouts = [RolloutCallback(**settings.rollout)]
             raise DryRun(describe(settings.model, settings.data, rollouts[0] if rollouts else None))
 
@@ -263,7 +279,7 @@ class QeRLCLI(LightningCLI):
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
         callbacks = listed(trainer["callbacks"])
-        if self._is_sft:
+        if not self._has_rollouts:
             return [*callbacks, *self._named(SFT_CALLBACKS, trainer)]
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")

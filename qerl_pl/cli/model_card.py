@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.loggers import flatten, short_name
 from qerl_pl.callbacks.summary import summary_rows
-from qerl_pl.cli.config_checks import listed
+from qerl_pl.cli.config_checks import arguments_of, listed
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.runtime.machine import installed_versions
 
@@ -94,7 +94,11 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     trainer = {**config.get("trainer", {}), "default_root_dir": None}
     trainer |= {key: None for key in ("logger", "plugins") if not isinstance(trainer.get(key, True), bool)}
-    public: dict[str, Any] = _public({key: value for key, value in config.items() if key in _KEYS})
+    model = {key: value for key, value in config.get("model", {}).items() if key in arguments_of(QeRLModule)}
+    given = {key: value for key, value in config.items() if key in _KEYS} | ({"model": model} if model else {})
+    public: dict[str, Any] = _public(given)
+    if "class_path" in config.get("model", {}):
+        public["model"]["class_path"] = _public(config["model"]["class_path"])
     return public | {"trainer": _public(trainer), "resume": None, "ckpt_path": None}
 
 

@@ -89,7 +89,7 @@ def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedToken
 
 
 class ResumableDataModule(LightningDataModule, ABC):
-    """Training rows in batches whose position checkpoints save; a subclass reads the rows in `setup`.
+    """Training rows in batches whose position checkpoints save; a subclass reads the rows in `_prepare`.
 
     Args:
         batch_size: Rows a training batch, over all devices.
@@ -104,6 +104,8 @@ class ResumableDataModule(LightningDataModule, ABC):
     prepare_data_per_node = True  # read before `setup` can report that a subclass did not call the constructor
     _batch_class: ClassVar[type[Any]]
     """Makes a batch of a list of rows."""
+    _prepared: str | None = None
+    """Stage that `prepare_data` has prepared, until `setup` is called."""
 
     def __init__(
         self,
@@ -136,9 +138,20 @@ class ResumableDataModule(LightningDataModule, ABC):
         """Name of the training rows in checkpoints and messages."""
 
     def prepare_data(self) -> None:
-        """The same as `setup`, before the loggers write: a refused run leaves no files."""
+        """Check the run and read the rows before the loggers write: a refused run leaves no files."""
         if self.trainer is not None and self.trainer.state.fn is not None:
-            self.setup(self.trainer.state.fn.value)
+            self._prepare(self.trainer.state.fn.value)
+            self._prepared = self.trainer.state.fn.value
+
+    def setup(self, stage: str) -> None:
+        """Check and read, in a process in which Lightning does not call `prepare_data`, or without a trainer."""
+        prepared, self._prepared = self._prepared, None
+        if prepared != stage:
+            self._prepare(stage)
+
+    @abstractmethod
+    def _prepare(self, stage: str) -> None:
+        """Read, render and split the rows that the stage needs and that are not read yet, after all checks."""
 
     def _check_settings(self, stage: str, rows: int | None, held_out: int, weighted: int | None = None) -> None:
         """Check sizes, intervals and the trainer's other settings.

@@ -176,13 +176,13 @@ class ConversationDataModule(ResumableDataModule):
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
         """All rows to train on, in one of the formats above."""
-        return read_table(self.path, self.split, (), self.subset)
+        return read_table(self.path, self.split, self.subset)
 
     def val_rows(self) -> Sequence[Mapping[str, Any]] | None:
         """Rows to validate on; None splits `val_size` rows off the training rows."""
         return None
 
-    def setup(self, stage: str) -> None:
+    def _prepare(self, stage: str) -> None:
         """Read, render and split the rows, once.
 
         Raises:

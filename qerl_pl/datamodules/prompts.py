@@ -14,7 +14,7 @@ from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import Row, TableConfig, answers_by_prompt, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
-from qerl_pl.runtime.checks import check_intervals
+from qerl_pl.runtime.checks import SamplingCallback, check_intervals
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Prompt, PromptBatch
 
@@ -55,7 +55,7 @@ class PromptDataModule(ResumableDataModule):
         self.max_prompt_tokens = max_prompt_tokens
         self.instruction = instruction
         self.tools: Sequence[Mapping[str, Any]] = ()
-        """JSON schemas of the tools in the prompts; set by `RolloutCallback` if all rows have the same."""
+        """JSON schemas of the tools in the prompts; set as the rows are read, if all have the same."""
         require_type(Mapping, {"data.sets": sets or {}}, "name each table: {'hard': TableConfig(...)}")
         tables = {f"data.sets.{name}": table for name, table in (sets or {}).items()}
         require_type(TableConfig, tables, "write TableConfig(path=...)")
@@ -116,7 +116,7 @@ class PromptDataModule(ResumableDataModule):
         """
         return len(rows) - held_out
 
-    def setup(self, stage: str) -> None:
+    def _prepare(self, stage: str) -> None:
         """Read, render and split the rows, once per stage.
 
         Raises:
@@ -138,6 +138,10 @@ class PromptDataModule(ResumableDataModule):
         val_count = self.val_count(len(rows)) if rows and held_out is None else 0
         self._check_settings(stage, len(rows) or None, val_count, self.weighted_count(rows, val_count))
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
+        if self.trainer is not None:
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, SamplingCallback):
+                    self.tools = callback.open_environments(self.trainer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
             self._val = {name: self._drawn(prompts, self.val_size)[0] for name, prompts in rendered.items()}

@@ -72,7 +72,6 @@ def table_source(path: Any, key: str = "data.path") -> Any:
 def read_table(
     path: str | Sequence[Mapping[str, Any]],
     split: str,
-    columns: Collection[str] = (),
     subset: str | None = None,
     key: str = "data.path",
 ) -> list[Mapping[str, Any]]:
@@ -82,13 +81,11 @@ def read_table(
         path: A file or pattern of files, read whatever the split; a folder with files per split; a hub data set; or
             the rows themselves.
         split: Such as "train".
-        columns: Columns with text or a number in every row.
         subset: Configuration of the hub data set.
         key: Where the user wrote the path, for errors.
 
     Raises:
-        UserError: The table is missing, unreadable (with file and line of malformed JSON) or empty, or columns are
-            missing or hold lists.
+        UserError: The table is missing, unreadable (with file and line of malformed JSON) or empty.
     """
     source = "the list of rows"
     if not isinstance(path, str):
@@ -106,11 +103,11 @@ def read_table(
         if not isinstance(row, Mapping):
             of = f" of {source}" if isinstance(path, str) else ""
             raise UserError(f"rows are dictionaries of columns; row {number}{of} is {row!r:.60}; write one")
-    _check_columns(rows, source, columns)
     return list(rows)
 
 
 def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Collection[str]) -> None:
+    """Refuse rows without text or a number in one of the columns."""
     for number, row in enumerate(rows, start=1):
         missing = [column for column in columns if _absent(row.get(column))]
         if missing:
@@ -182,7 +179,7 @@ class TableConfig:
         Raises:
             UserError: The table cannot be read, lacks a column, or a prompt or an answer is empty.
         """
-        table = read_table(self.path, self.split or split, subset=self.subset, key=key)[: self.limit]
+        table = read_table(self.path, self.split or split, self.subset, key)[: self.limit]
         source = self.path if isinstance(self.path, str) else "the list of rows"
         question = self.question or _first_column(table, _PROMPTS)
         answer = self.answer or _first_column(table, _ANSWERS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
@@ -32,10 +33,11 @@ from qerl_pl.models.memory import (
     training_bytes,
 )
 from qerl_pl.modules.optimizer import (
-    Schedule,
+    WARMUP_RATIO,
     build_optimizer,
     build_schedule,
     check_schedule,
+    default_optimizer,
     load_schedule,
     trial_weight,
 )
@@ -118,20 +120,34 @@ def require_memory(
 
 
 class PolicyModule(LightningModule, ChecksFirst):
-    """A policy with its optimizer and checkpoints; subclasses train it in `training_step` and explain the arguments."""
+    """A policy with its optimizer and checkpoints; subclasses train it in `training_step`.
+
+    Args:
+        policy: Base model, number format and adapter.
+        optimizer: Builds the optimizer from the trained parameters.
+        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …); or a
+            class of torch.optim.lr_scheduler or a function, named `module.function` or `file.py:function`, that makes
+            a schedule of the optimizer, with settings and a warm-up of its own.
+        warmup_ratio: Share of the optimizer steps over which the learning rate of a named schedule rises from 0.
+        micro_batch_tokens: Most tokens of a forward pass, prompts included and padding not (a longer sequence is a
+            micro-batch by itself); null takes a minibatch at once. Gradients depend on it only by LoRA dropout.
+        max_grad_norm: Largest gradient norm; larger gradients are scaled down.
+        seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
+    """
 
     kind = ""
     """How checkpoints name the training; a run resumes from its own kind."""
 
     def __init__(
         self,
-        policy: PolicyConfig,
-        optimizer: Callable[[Iterable[nn.Parameter]], Optimizer],
-        lr_scheduler: Schedule,
-        warmup_ratio: float,
-        micro_batch_tokens: int | None,
-        max_grad_norm: float,
-        seed: int,
+        policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        *,
+        optimizer: OptimizerCallable = default_optimizer,
+        lr_scheduler: str | LRSchedulerCallable = "cosine",
+        warmup_ratio: float = WARMUP_RATIO,
+        micro_batch_tokens: int | None = None,
+        max_grad_norm: float = 0.2,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         require_type(PolicyConfig, {"model.policy": policy}, "write PolicyConfig(path=...)")
@@ -146,14 +162,15 @@ class PolicyModule(LightningModule, ChecksFirst):
             raise UserError(f"model.max_grad_norm must be above 0; got {max_grad_norm}; .inf clips nothing")
         if not 0 <= warmup_ratio <= 1:
             raise UserError(f"model.warmup_ratio must be in [0, 1]; got {warmup_ratio}; set it to 0.1, say")
-        lr_scheduler = load_schedule(lr_scheduler, warmup_ratio)
+        self.lr_scheduler = load_schedule(lr_scheduler, warmup_ratio)
         # Tried first, to refuse bad settings before the policy is loaded.
-        build_schedule(lr_scheduler, build_optimizer(optimizer, [trial_weight()]), 0, 1)
+        build_schedule(self.lr_scheduler, build_optimizer(optimizer, [trial_weight()]), 0, 1)
         self.automatic_optimization = False
         self.strict_loading = False  # checkpoints lack the frozen base; `on_load_checkpoint` checks the rest
         self.policy_config = policy
         self.make_optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.micro_batch_tokens = micro_batch_tokens
+        self.max_grad_norm = max_grad_norm
         self.warmup_ratio = warmup_ratio
         self.seed = seed
         self.policy_version = 0

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,13 +19,12 @@ from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import require_at_least, require_type
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.models.memory import TeacherBytes
-from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.policy.teacher import Teacher, TeacherConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
-from qerl_pl.runtime.checks import ChecksFirst, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback, warn_of_unused
 from qerl_pl.runtime.files import folder_fingerprint
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
@@ -48,20 +46,12 @@ class QeRLModule(PolicyModule):
     Args:
         policy: Base model, number format and adapter.
         objective: The loss; see `qerl_pl.algorithm.objectives`. GRPO by default.
-        optimizer: Builds the optimizer from the trained parameters.
-        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …); or a
-            class of torch.optim.lr_scheduler or a function, named `module.function` or `file.py:function`, that makes
-            a schedule of the optimizer, with settings and a warm-up of its own.
-        warmup_ratio: Share of the optimizer steps over which the learning rate of a named schedule rises from 0.
         update_epochs: Passes over each rollout (μ).
         minibatches: Optimizer steps of a pass; divides the completions of a rollout.
-        micro_batch_tokens: Most tokens of a forward pass, prompts included and padding not (a longer completion is a
-            micro-batch by itself); null takes a minibatch at once. Gradients depend on it only by LoRA dropout.
-        max_grad_norm: Largest gradient norm; larger gradients are scaled down.
         monitor_kl: Share of a rollout's completions on which `policy/kl` is measured if the loss has no KL term and an
             adapter trains; costs that share of a forward pass, and is unbiased. `true` takes all, `false` none.
         teacher: Model that on-policy distillation learns from, if the objective has it.
-        seed: Seed of the run: adapter initialisation, sampling, noise, dropout.
+        settings: Of `PolicyModule`.
     """
 
     kind = "reinforcement learning"
@@ -70,27 +60,22 @@ class QeRLModule(PolicyModule):
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
         objective: Objective | None = None,
-        optimizer: OptimizerCallable = default_optimizer,
-        lr_scheduler: str | LRSchedulerCallable = "cosine",
-        warmup_ratio: float = WARMUP_RATIO,
+        *,
         update_epochs: int = 1,
         minibatches: int = 1,
-        micro_batch_tokens: int | None = None,
-        max_grad_norm: float = 0.2,
         monitor_kl: bool | float = 0.125,
-        seed: int = 0,
         teacher: TeacherConfig = TeacherConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        **settings: Any,
     ) -> None:
-        super().__init__(policy, optimizer, lr_scheduler, warmup_ratio, micro_batch_tokens, max_grad_norm, seed)
+        super().__init__(policy, **settings)
         require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
         # No default instance: jsonargparse would pass its values to any other class that a user names.
         self.objective = GRPO() if objective is None else objective
         require_type(Objective, {"model.objective": self.objective}, "write qerl_pl.algorithm.DAPO(), say")
         require_type(TeacherConfig, {"model.teacher": teacher}, "write TeacherConfig(path=...)")
         measured = 0.0 if policy.finetune == "full" else float(monitor_kl)
-        self.update = PolicyUpdate(
-            self.objective, update_epochs, minibatches, micro_batch_tokens, max_grad_norm, measured, seed
-        )
+        limits = self.micro_batch_tokens, self.max_grad_norm
+        self.update = PolicyUpdate(self.objective, update_epochs, minibatches, *limits, measured, self.seed)
         self.teacher_config = teacher
         self.teacher: Teacher | None = None
         self._means: dict[str, MeanMetric] = {}
@@ -111,7 +96,7 @@ class QeRLModule(PolicyModule):
         if stage == "fit" and self.objective.needs_teacher:
             self.teacher_config.check(self.policy_config)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, ChecksFirst) and callback.fills_batches for callback in callbacks):
+        if not any(isinstance(callback, SamplingCallback) for callback in callbacks):
             raise no_sampling_callback(stage)
 
     def setup(self, stage: str) -> None:

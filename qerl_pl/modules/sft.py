@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -16,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, ConversationDataModule, padded
 from qerl_pl.errors import UserError
-from qerl_pl.modules.optimizer import WARMUP_RATIO, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
@@ -40,15 +38,7 @@ class SFTModule(PolicyModule):
 
     Args:
         policy: Base model, number format and adapter.
-        optimizer: Builds the optimizer from the trained parameters.
-        lr_scheduler: Name of a transformers learning-rate schedule (cosine, linear, constant_with_warmup, …); or a
-            class of torch.optim.lr_scheduler or a function, named `module.function` or `file.py:function`, that makes
-            a schedule of the optimizer, with settings and a warm-up of its own.
-        warmup_ratio: Share of the optimizer steps over which the learning rate of a named schedule rises from 0.
-        micro_batch_tokens: Most tokens of a forward pass, padding not counted (a longer conversation is a micro-batch
-            by itself); null takes a batch at once. Gradients depend on it only by LoRA dropout.
-        max_grad_norm: Largest gradient norm; larger gradients are scaled down.
-        seed: Seed of the run: adapter initialisation, dropout.
+        settings: Of `PolicyModule`.
     """
 
     kind = "supervised fine-tuning"
@@ -56,16 +46,9 @@ class SFTModule(PolicyModule):
     def __init__(
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        optimizer: OptimizerCallable = default_optimizer,
-        lr_scheduler: str | LRSchedulerCallable = "cosine",
-        warmup_ratio: float = WARMUP_RATIO,
-        micro_batch_tokens: int | None = None,
-        max_grad_norm: float = 0.2,
-        seed: int = 0,
+        **settings: Any,
     ) -> None:
-        super().__init__(policy, optimizer, lr_scheduler, warmup_ratio, micro_batch_tokens, max_grad_norm, seed)
-        self.micro_batch_tokens = micro_batch_tokens
-        self.max_grad_norm = max_grad_norm
+        super().__init__(policy, **settings)
         self._sums = [0.0, 0.0, 0.0]
         """Of this validation: negative log-likelihood, tokens predicted right, tokens."""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,12 +13,26 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.errors import UserError
-from qerl_pl.modules.update_metrics import update_metrics
 from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.policy.policy import Policy, TokenValues
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Experience, TeacherStates
+
+TOKEN_METRICS = {
+    "policy/ratio_mean": "ratio",
+    "policy/clip_frac_low": "clip_low",
+    "policy/clip_frac_high": "clip_high",
+    "policy/kl": "kl",
+    "policy/entropy": "entropy",
+    "distill/kl": "teacher_kl",
+    "mismatch/logprob_abs_mean": "logprob_abs",
+    "mismatch/is_weight_mean": "is_weight",
+    "mismatch/k3": "mismatch_k3",
+    "mismatch/rejected_frac": "rejected",
+    "mismatch/capped_frac": "capped",
+}
+"""TensorBoard tag of each metric that the objective sums over tokens."""
 
 
 @dataclass(frozen=True)
@@ -330,3 +344,17 @@ def gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tenso
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def update_metrics(totals: Mapping[str, float], steps: int) -> dict[str, float]:
+    """Means per token and per optimizer step by TensorBoard tag; NaN where no token trained.
+
+    Args:
+        totals: Sums by name, of `LossOutputs.metrics`, and over steps of grad_norm, loss and lr.
+        steps: Optimizer steps.
+    """
+    tokens = totals["tokens"] or math.nan
+    metrics = {tag: totals[name] / tokens for tag, name in TOKEN_METRICS.items() if name in totals}
+    metrics["mismatch/chi2"] = totals["mismatch_ratio_squared"] / tokens - 1
+    metrics["mismatch/ess"] = totals["is_weight"] ** 2 / (tokens * totals["is_weight_squared"] or math.nan)
+    return metrics | {f"optim/{name}": totals[name] / steps for name in ("grad_norm", "loss", "lr")}

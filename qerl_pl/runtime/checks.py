@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -20,17 +20,26 @@ log = logging.getLogger(__name__)
 class ChecksFirst:
     """A module or callback that can refuse a run by its settings alone."""
 
-    fills_batches = False
-    """Whether it fills in the batches that training, validation and test steps read."""
-
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Raise a UserError if a setting is wrong, without a policy or an engine; may be called more than once.
+        """Raise a UserError if a setting is wrong. Starts nothing and changes nothing; called once a stage.
 
         Args:
             trainer: With all of its callbacks, its module and its data module.
             stage: fit, validate or test.
         """
         raise NotImplementedError
+
+
+class SamplingCallback(ChecksFirst):
+    """A callback that fills in the batches that training, validation and test steps read."""
+
+    def open_environments(self, trainer: Trainer) -> Sequence[Mapping[str, Any]]:
+        """Start the environments that prompts are played with; the checks have passed.
+
+        Returns:
+            JSON schemas of the tools that prompts offer.
+        """
+        return ()
 
 
 def check_first(trainer: Trainer, stage: str) -> None:
@@ -53,7 +62,7 @@ def warn_of_unused(owner: type, key: str, needed: str, given: Mapping[str, Any])
 
 
 def no_sampling_callback(needed_by: str) -> UserError:
-    """The error of a trainer without a callback that `fills_batches`."""
+    """The error of a trainer without a `SamplingCallback`."""
     remedy = "add qerl_pl.callbacks.RolloutCallback"
     return UserError(f"{needed_by} needs a callback that samples completions; trainer.callbacks has none; {remedy}")
 

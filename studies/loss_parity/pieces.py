@@ -27,7 +27,7 @@ from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages, normal
 from qerl_pl.algorithm.losses import KLEstimator, distillation_advantages, kl_divergence
 from qerl_pl.algorithm.objectives import LossInputs
 from qerl_pl.algorithm.off_policy import PRESETS, correction_weights
-from qerl_pl.modules.update_metrics import update_metrics
+from qerl_pl.modules.update import update_metrics
 
 Results = dict[str, Tensor]
 TOLERANCE = 1e-7

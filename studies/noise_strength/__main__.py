@@ -53,7 +53,7 @@ class Effect(NamedTuple):
 @torch.no_grad()
 def sample(model: Any, tokenizer: Any, data: Path, rows: int, max_tokens: int) -> Sampled:
     """A completion for each of the first test questions, at temperature 1."""
-    questions = [str(row["question"]) for row in read_table(str(data), "test", ("question", "answer"))[:rows]]
+    questions = [str(row["question"]) for row in read_table(str(data), "test")[:rows]]
     prompts = render_prompts(tokenizer, questions)
     width, padding = max(map(len, prompts)), tokenizer.pad_token_id
     ids = torch.tensor([[padding] * (width - len(prompt)) + list(prompt) for prompt in prompts])

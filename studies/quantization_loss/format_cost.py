@@ -49,7 +49,7 @@ WAYS |= {
 def solutions(base: Path, data: Path, count: int) -> list[tuple[list[int], int]]:
     """Token ids of each row's prompt and solution, and the length of the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(base)
-    rows = read_table(str(data), "test", ("question", "answer"))[:count]
+    rows = read_table(str(data), "test")[:count]
     prompts = render_prompts(tokenizer, [str(row["question"]) for row in rows])
     answers = [str(row["answer"]).replace("####", "The answer is") for row in rows]
     ends = [tokenizer(answer, add_special_tokens=False)["input_ids"] for answer in answers]

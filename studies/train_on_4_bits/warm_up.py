@@ -156,7 +156,7 @@ def warm_up(args: argparse.Namespace) -> list[tuple[int, float]]:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     # Gradients of PyTorch's fused attention with a mask are not deterministic.
     model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="eager")
-    rows = read_table(str(args.data), "train", ("question", "answer"))
+    rows = read_table(str(args.data), "train")
     problems, demonstrations = rows[: args.problems], examples(tokenizer, rows[args.problems :], args.longest)
     with tempfile.TemporaryDirectory() as scratch:
         settings = TrainingArguments(

@@ -102,7 +102,7 @@ def rows(seed: int, split: str, count: int) -> Iterator[dict[str, str]]:
 
 def easy_rows(folder: Path, split: str, steps: int) -> Iterator[dict[str, str]]:
     """Rows of GSM8K with at most `steps` calculations, without their << >> annotations."""
-    for row in read_table(str(folder), split, ("question", "answer")):
+    for row in read_table(str(folder), split):
         answer = str(row["answer"])
         if answer.count("<<") <= steps:
             yield {"question": str(row["question"]), "answer": re.sub(r"<<.*?>>", "", answer)}
