@@ -303,7 +303,7 @@ def test_a_reward_is_changed_and_added_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "more.yaml"
     path.write_text("rollout: {rewards: {mine: {class_path: fit_helpers.Vowels, init_args: {weight: 0.5}}}}")
     settings = built("fit", "-c", str(QUICKSTART), "-c", str(path), "--rollout.rewards.format.weight", "0.2")
-    assert [(reward.name, reward.weight) for reward in settings.rollout.config.rewards] == [
+    assert [(reward.name, reward.weight) for reward in settings.rollout.scorer.rewards] == [
         ("accuracy", 1.0),
         ("format", 0.2),
         ("mine", 0.5),

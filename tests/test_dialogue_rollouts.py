@@ -27,8 +27,8 @@ from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
-from qerl_pl.rollout.collector import Collector, CollectorConfig
-from qerl_pl.rollout.experience import last_turn, pad_completions, score_groups
+from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions
+from qerl_pl.rollout.scoring import Scorer, last_turn
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.types import (
@@ -161,7 +161,7 @@ def sampler_of(pool: Any, **settings: Any) -> DialogueSampler:
 
 
 def evaluator_of(engine: Playing, pool: LocalPool) -> Evaluator:
-    config = EvaluatorConfig([EnvironmentReward()], SAMPLING, samples=2)
+    config = EvaluatorConfig(Scorer([EnvironmentReward()]), SAMPLING, samples=2)
     return Evaluator(config, engine, engine.tokenizer, 7, dialogues=sampler_of(pool))  # type: ignore[arg-type]
 
 
@@ -260,7 +260,7 @@ class NoReward(LocalPool):
 
 def collector_of(pool: LocalPool, **settings: Any) -> Collector:
     engine = Playing(7)
-    config = CollectorConfig([EnvironmentReward()], group_size=2, sampling=SAMPLING, **settings)
+    config = CollectorConfig(Scorer([EnvironmentReward()]), group_size=2, sampling=SAMPLING, **settings)
     return Collector(config, engine, engine.tokenizer, DrGRPO(), 7, dialogues=sampler_of(pool))  # type: ignore[arg-type]
 
 
@@ -302,7 +302,7 @@ def test_tensors_and_rewards_of_a_dialogue_by_hand() -> None:
             return super().__call__(samples)
 
     tokenizer = tokenizer_of("toy")
-    (group,) = score_groups([Seeing(2.0)], tokenizer, [prompt], [[completion, plain]])
+    (group,) = Scorer([Seeing(2.0)]).score(tokenizer, [prompt], [[completion, plain]])
     assert group.rewards["environment"][0] == 0.75 and group.total[0] == 1.5 and group.total[1].isnan()
     assert group.lengths == [4, 2] and seen[0].num_tokens == 4 and seen[0].token_ids == (5, 6, 7, 8)
     assert seen[0].completion == tokenizer.decode([7, 8]) and seen[0].dialogue == completion.dialogue.messages  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.environments.sampler import DialogueJob
-from qerl_pl.rollout.experience import pad_routing
+from qerl_pl.rollout.collector import pad_routing
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.types import Completion, DialogueFacts, RolloutRequest
 

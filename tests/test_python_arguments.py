@@ -8,7 +8,7 @@ import datasets
 import pytest
 import torch
 
-from qerl_pl.algorithm import DAPO
+from qerl_pl.algorithm import DAPO, GRPO
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import BigMathDataModule, ConversationDataModule, GSM8KDataModule, TableDataModule
 from qerl_pl.datamodules.tables import TableConfig
@@ -74,7 +74,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: RolloutCallback([Named()], extra_eval_sampling=[EvalSampling()]),
         "rollout.extra_eval_sampling must be of",
     ),
-    (lambda: RolloutCallback([Named()], multi_objective_aggregation="sum"), "aggregation must be one of sum_then_n"),
+    (lambda: GRPO(multi_objective_aggregation="sum"), "aggregation must be one of sum_then_n"),
     (lambda: SamplingConfig(max_tokens="8"), "sampling.max_tokens must be at least 1; got 8"),
     (lambda: SamplingConfig(temperature=None), "sampling.temperature must be 0 or a number .*; got None"),
     (lambda: TableDataModule(None), "data.path must be a file, a folder, a hub name or rows; got a NoneType;"),

@@ -29,7 +29,7 @@ from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.policy.experts import PackedExperts
-from qerl_pl.rollout.experience import pad_completions, pad_routing
+from qerl_pl.rollout.collector import pad_completions, pad_routing
 from qerl_pl.toy.game import GuessingGame
 from qerl_pl.types import Completion, PromptBatch, SamplingConfig
 

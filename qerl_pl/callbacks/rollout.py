@@ -1,9 +1,9 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import asdict
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -13,7 +13,7 @@ from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.environments.pool import EnvironmentPool
 from qerl_pl.environments.sampler import DialogueConfig, DialogueSampler
-from qerl_pl.errors import UserError, require_one_of
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.models.folder import end_token_ids
@@ -26,11 +26,15 @@ from qerl_pl.rewards import (
     functions_among,
     with_environment_reward,
 )
-from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
+from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rollout.metrics import slowest_seconds, timed
+from qerl_pl.rollout.parity_check import check_logprob_parity
+from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.runtime.checks import ChecksFirst, check_monitors, no_sampling_callback, warn_of_unused
 from qerl_pl.runtime.openmp import let_waiting_threads_sleep
 from qerl_pl.runtime.strategy import communicator_of
-from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
+from qerl_pl.seeds import stream_seed
+from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +80,6 @@ class RolloutCallback(Callback, ChecksFirst):
         extra_eval_sampling: More sampling parameters of held-out prompts, by name, each for `eval_samples` further
             samples in the same evaluation, such as `{card: {temperature: 0.6, top_p: 0.95}}`; missing keys are those
             of `eval_sampling`. Their metrics have the name in front, as in `val/card_pass@1`.
-        multi_objective_aggregation: `sum_then_normalize` computes advantages of the rewards' weighted sum.
-            `normalize_then_sum` (GDPO) normalizes each reward within its group, sums, and normalizes over the batch.
         environment: Environment of each completion, which then is a dialogue: a class that keeps to TRL's contract, or
             a function from a row to such an object, by name (`my_games.Guess`, `my_games.py:Guess`) or as
             `{class_path: ..., init_args: ...}`. `sampling.max_tokens` then bounds the tokens after the prompt, the
@@ -114,7 +116,6 @@ class RolloutCallback(Callback, ChecksFirst):
         accuracy_reward: str | None = None,
         eval_sampling: EvalSampling | None = None,
         eval_batch: int | None = None,
-        multi_objective_aggregation: Aggregation = "sum_then_normalize",
         extra_eval_sampling: dict[str, EvalSampling] | None = None,
         environment: str | dict[str, Any] | Callable[..., Any] | None = None,
         environment_weight: float = 1.0,
@@ -129,8 +130,11 @@ class RolloutCallback(Callback, ChecksFirst):
         reset_patience: float = 300.0,
     ) -> None:
         check_types(engine, sampling, eval_sampling, extra_eval_sampling)
-        require_one_of(get_args(Aggregation), "rollout.multi_objective_aggregation", multi_objective_aggregation)
-        scored_by = with_environment_reward(as_rewards(rewards), environment is not None, environment_weight)
+        require_at_least(1, {"check_every": check_every})
+        listed = with_environment_reward(as_rewards(rewards), environment is not None, environment_weight)
+        self.scorer = Scorer(listed, accuracy_reward)
+        self.mismatch_bound = mismatch_bound
+        self.check_every = check_every
         self.environment = environment
         self.dialogue_config = DialogueConfig(
             tool_format, max_turns, max_turn_tokens, max_tool_response_tokens, tool_wait, environment_workers
@@ -153,24 +157,17 @@ class RolloutCallback(Callback, ChecksFirst):
         self._dialogues: DialogueSampler | None = None
         self._dialogues_of: tuple[Any, ...] = ()
         """Tokenizer and data of the dialogues."""
-        self.config = CollectorConfig(
-            scored_by,
-            group_size,
-            sampling,
-            resample_rounds,
-            mismatch_bound,
-            check_every,
-            accuracy_reward,
-            multi_objective_aggregation,
-        )
+        self.config = CollectorConfig(self.scorer, group_size, sampling, resample_rounds)
         held_out = (eval_sampling or POLICY_DISTRIBUTION).over(sampling)
         extra = {name: given.over(held_out) for name, given in (extra_eval_sampling or {}).items()}
-        self.eval_config = EvaluatorConfig(scored_by, held_out, eval_samples, eval_batch, accuracy_reward, extra)
+        self.eval_config = EvaluatorConfig(self.scorer, held_out, eval_samples, eval_batch, extra)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._launched = False
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
         self._expected_lengths: dict[str, float] = {}
+        self._rollouts = 0
+        """Since the engine started."""
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +196,6 @@ class RolloutCallback(Callback, ChecksFirst):
         module, data = _module(trainer.lightning_module), _data(trainer)
         positions = module.policy_config.positions()
         if stage == "fit":
-            self.config.check_objective(module.objective)
             module.update.check_divides(data.batch_size * self.config.group_size)
         if positions is not None and self.longest(data) > positions:
             raise UserError(
@@ -242,8 +238,8 @@ class RolloutCallback(Callback, ChecksFirst):
             self._expected_lengths = {}  # of an earlier fit
             metrics = self.eval_config.metric_names()
             check_monitors(trainer, [evaluation_tag("val", name, one) for name in data.val_names for one in metrics])
-        check_references(self.config.rewards, data.references)
-        warn_of_opened_tags(self.config.rewards, module, data)
+        check_references(self.scorer.rewards, data.references)
+        warn_of_opened_tags(self.scorer.rewards, module, data)
         if self._launched:  # by a stage of which no end was told
             self.close()
         self._launch(trainer, module, data)
@@ -273,6 +269,7 @@ class RolloutCallback(Callback, ChecksFirst):
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
         )
         self._collector.expected_lengths = self._expected_lengths
+        self._rollouts = 0
         self._evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues, ends)
 
     @property
@@ -325,13 +322,32 @@ class RolloutCallback(Callback, ChecksFirst):
         module = _module(pl_module)
         module.zero_grad()  # frees the last update's gradients for the waking engine's cache
         self._set_trainer_state(trainer, module)
-        weights = module.sampling_weights(batch.noise)
-        replacements = _data(trainer).replacement_prompts
-        batch.experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
+        weights, seconds = module.sampling_weights(batch.noise), {"check": 0.0}
+        with timed(seconds, "sleep"):
+            self.engine.wake()
+        if self._rollouts < 2 or self._rollouts % self.check_every == 0:
+            with timed(seconds, "check"):
+                self._check_parity(module, batch.prompts[:2])
+        self._rollouts += 1
+        with timed(seconds, "sync"):
+            noise_std = self.engine.sync(weights).noise_std
+        found = self.collector.collect(batch.prompts, weights.version, _data(trainer).replacement_prompts)
+        with timed(seconds, "sleep"):
+            self.engine.sleep()
+        metrics = dict(found.metrics) | slowest_seconds(self.collector.ranks.all_gather(seconds))
+        if weights.noise is not None:
+            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": noise_std}
+        batch.experience = replace(found, metrics=metrics, seconds=found.seconds + sum(seconds.values()))
+
+    def _check_parity(self, module: QeRLModule, prompts: Sequence[Prompt]) -> None:
+        """Stop the run if the engine, which is awake, samples from another policy."""
+        version, longest = module.policy_version, self.config.sampling.max_tokens
+        seed = stream_seed(module.seed, "probe", version)
+        check_logprob_parity(self.engine, module.policy, prompts, version, seed, longest, self.mismatch_bound)
 
     def _set_trainer_state(self, trainer: Trainer, module: QeRLModule) -> None:
         """Tell reward functions how far the run is."""
-        for function in functions_among(self.config.rewards):
+        for function in functions_among(self.scorer.rewards):
             function.trainer_state = TrainerState(
                 global_step=module.policy_version * module.steps_per_batch,
                 max_steps=module.planned_batches() * module.steps_per_batch,
@@ -344,12 +360,12 @@ class RolloutCallback(Callback, ChecksFirst):
     ) -> None:
         """Log a warning if sampler and trainer differ too much, or most tokens are rejected for that."""
         mismatch = float(trainer.callback_metrics["mismatch/logprob_abs_mean"])
-        if mismatch > self.config.mismatch_bound:
+        if mismatch > self.mismatch_bound:
             log.warning(
                 "sampler and trainer differ by %.3f nats a token, more than mismatch_bound=%g: lower the noise, or "
                 "look for a wrong sync",
                 mismatch,
-                self.config.mismatch_bound,
+                self.mismatch_bound,
             )
         rejected = float(trainer.callback_metrics.get("mismatch/rejected_frac", 0.0))
         if rejected > REJECTED_WARNING:

@@ -30,6 +30,7 @@ _KEYS: dict[str, type | None] = dict.fromkeys((*_PLAIN, *CALLBACKS))
 _KEYS |= {"model": QeRLModule, "data": PromptDataModule, "rollout": RolloutCallback, "trainer": Trainer}
 """Top-level keys, and the classes whose arguments are the keys below them."""
 _ELSEWHERE = {
+    "model.objective.multi_objective_aggregation": "multi_objective_aggregation",
     "model.optimizer.lr": "lr learning_rate",
     "model.optimizer.weight_decay": "weight_decay",
     "model.policy.lora.rank": "r lora_r lora_rank",

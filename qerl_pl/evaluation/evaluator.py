@@ -17,8 +17,9 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import prompt_metrics
-from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers, normalize_answers
-from qerl_pl.rollout.experience import gather_by_index, require_finite_logprobs, score_groups, without_none
+from qerl_pl.rewards import AnswerReward, extract_answers, normalize_answers
+from qerl_pl.rollout.collector import require_finite_logprobs
+from qerl_pl.rollout.scoring import Scorer, gather_by_index, without_none
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import sample_seeds
 from qerl_pl.types import (
@@ -136,15 +137,13 @@ class EvaluatorConfig:
         UserError: A size is below 1, or a name cannot be part of a metric's.
     """
 
-    rewards: Sequence[Reward]
+    scorer: Scorer
     sampling: SamplingConfig
     """Sampling parameters of the samples; the greedy one has their token limit and stop strings."""
     samples: int = 1
     """Samples a prompt, beside the greedy one."""
     batch: int | None = None
     """Most completions of a call of the engine; None for all of a batch of prompts."""
-    accuracy_reward: str | None = None
-    """Name of the reward whose value above 0.5 means that a completion is right; None takes the first reward."""
     extra: Mapping[str, SamplingConfig] = field(default_factory=dict)
     """Sampling parameters of as many further samples, by name."""
 
@@ -163,11 +162,16 @@ class EvaluatorConfig:
 
     def metric_names(self) -> list[str]:
         """Names of an evaluation's metrics, of `prompt_metrics`, where every reward applies to a sample."""
-        answer = GradedAnswer(False, None, rewards=dict.fromkeys([*(one.name for one in self.rewards), "total"], 0.0))
+        names = [*(reward.name for reward in self.scorer.rewards), "total"]
+        answer = GradedAnswer(False, None, rewards=dict.fromkeys(names, 0.0))
         answers = [answer] * self.samples
         prompt = EvaluatedPrompt("", answer, answers, dict.fromkeys(self.extra, answers))
-        tells_answers = isinstance(accuracy_reward(self.rewards, self.accuracy_reward), AnswerReward)
-        return [*prompt_metrics([prompt], tells_answers)]
+        return [*prompt_metrics([prompt], self.tells_answers)]
+
+    @property
+    def tells_answers(self) -> bool:
+        """Whether the accuracy reward extracts answers, and not only grades completions."""
+        return isinstance(self.scorer.accuracy, AnswerReward)
 
 
 class Evaluator:
@@ -203,7 +207,6 @@ class Evaluator:
         self.ranks = ranks
         self.dialogues = dialogues
         self.ends = ends
-        self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
         self._cache: SampleCache | None = None
         self._extra_caches: Mapping[str, SampleCache] = {}
         self._version = 0
@@ -232,7 +235,7 @@ class Evaluator:
         local = self._evaluate([prompts[index] for index in indices], name)
         self.engine.sleep()
         evaluated = gather_by_index(self.ranks, indices, local)
-        return Evaluation(evaluated, name, isinstance(self.accuracy_reward, AnswerReward))
+        return Evaluation(evaluated, name, self.config.tells_answers)
 
     def _evaluate(self, prompts: Sequence[Prompt], name: str) -> list[EvaluatedPrompt]:
         config, samples, indices = self.config, range(self.config.samples), range(len(prompts))
@@ -291,10 +294,11 @@ class Evaluator:
         asked = [prompts[index] for index, _ in jobs]
         require_finite_logprobs(asked, completions, type(self.engine).__name__, self._version)
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
-            groups = score_groups(self.config.rewards, self.tokenizer, asked, completions, self.ends)
-            extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
-            right = [bool(group.rewards[self.accuracy_reward.name][0] > 0.5) for group in groups]
-            answers = normalize_answers(self.accuracy_reward, extracted, [not correct for correct in right])
+            scorer = self.config.scorer
+            groups = scorer.score(self.tokenizer, asked, completions, self.ends)
+            extracted = extract_answers(scorer.accuracy, [group.texts[0] for group in groups])
+            right = [group.correct[0].item() == 1 for group in groups]
+            answers = normalize_answers(scorer.accuracy, extracted, [not correct for correct in right])
         records = []
         for group, answer, correct, (_, sample) in zip(groups, answers, right, jobs, strict=True):
             (completion,) = map(asdict, group.records())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.experience import pad_completions, pad_routing
+from qerl_pl.rollout.collector import pad_completions, pad_routing
 from qerl_pl.types import Completion, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 MAX_PROMPT_TOKENS = 512
