@@ -301,7 +301,7 @@ def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -
     ):
         with pytest.raises(UserError, match=message):
             config_of(**{name: value})
-    for name, field in (("eval_samples", "samples"), ("eval_batch", "batch")):
+    for name, field in (("evaluation.samples", "samples"), ("evaluation.batch", "batch")):
         with pytest.raises(UserError, match=f"{name} .*got 0"):
             evaluator_of(Scripted(), **{field: 0})
     config_of(group_size=2, accuracy_reward="long")

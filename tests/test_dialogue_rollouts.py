@@ -17,7 +17,7 @@ from test_environment_runs import PATTERN
 from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl_pl.algorithm import DrGRPO
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
 from qerl_pl.callbacks.completions import _markdown, _row
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
@@ -84,10 +84,9 @@ def test_the_trainers_logprobs_are_the_samplers_on_every_sampled_token(
         engine,
         group_size=4,
         sampling=SAMPLING,
-        environment=GuessNumber,
-        tool_format=PATTERN,
-        max_turns=3,
-        max_turn_tokens=max_turn_tokens,
+        environment=EnvironmentConfig(
+            factory=GuessNumber, tool_format=PATTERN, max_turns=3, max_turn_tokens=max_turn_tokens
+        ),
     )
     trainer = trainer_of(tmp_path, compared, rollout=rollout, noise=False, max_steps=6)
     module = module_of(game_policy_dir)
@@ -315,7 +314,7 @@ def test_the_environments_reward_comes_behind_others_and_only_with_an_environmen
     assert (own.name, own.weight) == ("environment", 0.5)
     listed = EnvironmentReward(3.0)
     assert with_environment_reward([listed], True, 0.5) == [listed] and with_environment_reward([], False, 1.0) == []
-    with pytest.raises(UserError, match="rollout.environment is null; set it"):
+    with pytest.raises(UserError, match="rollout.environment.factory is null; set it"):
         with_environment_reward([listed], False, 1.0)
 
 
@@ -382,7 +381,7 @@ def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() ->
             [("Error: ValueError: first", True), ("Error: ValueError: second", True)],
             ["Error: ValueError: first; correct"],
         ),
-        ([("Error: KeyError: 'GAME_KEY'", True)], ["workers get few variables: name GAME_KEY in rollout.environment_"]),
+        ([("Error: KeyError: 'GAME_KEY'", True)], ["workers get few variables: name GAME_KEY in rollout.environment."]),
         (
             [("Error: ended after its time limit of 1 s", True)],
             ["Error: ended after its time limit of 1 s; correct it"],

@@ -12,11 +12,11 @@ from short_run import module_of, rollout_of
 
 from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
 from qerl_pl.algorithm.objectives import Objective
+from qerl_pl.callbacks import EnvironmentConfig
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.datamodules.tables import TableConfig
 from qerl_pl.errors import UserError
 from qerl_pl.policy.teacher import TeacherConfig
-from qerl_pl.types import SamplingConfig
 
 ROLLOUT = "{class_path: RolloutCallback, init_args: {rewards: {accuracy: GSM8KAnswer}}}"
 QUICK = ("fit", "-c", "quickstart")
@@ -89,7 +89,7 @@ def test_a_listed_rollout_callback_is_complete() -> None:
     ("later", "names"),
     [
         (["{rollout: {rewards: {}}}", "{rollout: {rewards: {mine: MathAnswer}}}"], ["mine"]),
-        (["{rollout: {rewards: {}, environment: qerl_pl.environments.Calculator}}"], []),
+        (["{rollout: {rewards: {}, environment: {factory: qerl_pl.environments.Calculator}}}"], []),
         (["{rollout: {rewards: {mine: MathAnswer}}}"], ["accuracy", "format", "mine"]),
         (
             [
@@ -192,23 +192,17 @@ def test_a_weight_of_a_set_to_evaluate_on_is_refused(weight: float, others: dict
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_turns": 4}, ["rollout.max_turns has no effect without rollout.environment"]),
-        (
-            {"tool_format": "hermes", "environment_weight": 0.5},
-            ["rollout.tool_format and rollout.environment_weight have"],
-        ),
-        ({"environment_workers": 3}, ["rollout.environment_workers has no effect without rollout.environment"]),
-        (
-            {"tool_time_limit": 5.0, "max_tool_response_tokens": None},
-            ["rollout.max_tool_response_tokens and rollout.to"],
-        ),
-        ({"max_turns": 4, "environment": "qerl_pl.environments.Calculator"}, []),
-        ({"max_turns": 8, "sampling": SamplingConfig(max_tokens=3)}, []),
+        ({"max_turns": 4}, ["rollout.environment.max_turns has no effect without rollout.environment.factory"]),
+        ({"tool_format": "hermes", "weight": 0.5}, ["environment.tool_format and rollout.environment.weight have no"]),
+        ({"workers": 3}, ["rollout.environment.workers has no effect without rollout.environment.factory"]),
+        ({"tool_time_limit": 5.0, "max_tool_response_tokens": None}, ["max_tool_response_tokens and rollout.environ"]),
+        ({"max_turns": 4, "factory": "qerl_pl.environments.Calculator"}, []),
+        ({"max_turns": 8}, []),
     ],
 )
 def test_what_acts_with_another_setting_only_is_named(
     settings: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    rollout_of(**settings).close()
+    rollout_of(environment=EnvironmentConfig(**settings)).close()
     found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True))

@@ -92,7 +92,7 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "greedy": ("--rollout.sampling.temperature 0", "temperature must be above 0"),
     "cold": ("--rollout.sampling.temperature -1", "temperature must be 0 or a number of at"),
     "empty stop": ("--rollout.sampling.stop ['']", "none of them empty; got .*; correct the list"),
-    "held out": ("--rollout.eval_sampling.top_p 0", "eval_sampling.top_p must be above 0"),
+    "held out": ("--rollout.evaluation.sampling.top_p 0", "evaluation.sampling.top_p must be above 0"),
     "negative rate": ("--model.optimizer.init_args.lr -1", "model.optimizer .* says: Invalid learning rate: -1"),
     "endless rate": ("--model.optimizer.init_args.lr .inf", "model.optimizer needs a learning rate .* got inf"),
     "several losses a step": ("--model.optimizer torch.optim.LBFGS", "once a minibatch; LBFGS asks"),

@@ -16,7 +16,7 @@ from scripted import PROMPTS, SAMPLING, Scripted, Watched, Words, config_of, eva
 from short_run import data, module_of, rollout_of, trainer_of
 
 from qerl_pl.algorithm import GRPO, DrGRPO, NoiseSchedule, NormNoise
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, EvaluationConfig, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine
@@ -462,7 +462,8 @@ def test_settings_by_default() -> None:
     assert config.scorer is callback.scorer and callback.eval_config == EvaluatorConfig(config.scorer, SamplingConfig())
     rewards, sampling = [Vowels()], SamplingConfig(max_tokens=3)
     held_out = EvalSampling(max_tokens=2, temperature=0.5)
-    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name, held_out, 9)
+    evaluation = EvaluationConfig(5, held_out, 9)
+    given = RolloutCallback(rewards, None, 3, sampling, 4, 0.5, 6, Vowels.name, evaluation=evaluation)
     assert given.scorer.rewards == rewards and given.config == CollectorConfig(given.scorer, 3, sampling, 4)
     assert (given.mismatch_bound, given.check_every) == (0.5, 6)
     assert given.eval_config == EvaluatorConfig(given.scorer, SamplingConfig(2, 0.5), 5, 9)

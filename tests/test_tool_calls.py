@@ -90,7 +90,7 @@ def test_auto_takes_no_format_of_xml_for_hermes() -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("auto", "this template has neither; set rollout.tool_format"),
+        ("auto", "this template has neither; set it to one"),
         ("hermes2", "names the tool by a group called name; 'hermes2' has none"),
         ("(", "auto, hermes, llama3_json or a regular expression"),
     ],

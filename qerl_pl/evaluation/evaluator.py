@@ -148,15 +148,16 @@ class EvaluatorConfig:
     """Sampling parameters of as many further samples, by name."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, {"eval_samples": self.samples, "eval_batch": self.batch})
+        require_at_least(1, {"evaluation.samples": self.samples, "evaluation.batch": self.batch})
         for name in self.extra:
             if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
                 raise UserError(
-                    f"extra_eval_sampling needs names of letters, digits, '_', '.' and '-'; got {name!r}; rename it"
+                    "evaluation.extra_sampling needs names of letters, digits, '_', '.' and '-'; got "
+                    f"{name!r}; rename it"
                 )
             if re.search(r"(^|_)(reward|length_mean)(_|$)", name):
                 raise UserError(
-                    "extra_eval_sampling needs names without 'reward' and 'length_mean', which name metrics; got "
+                    "evaluation.extra_sampling needs names without 'reward' and 'length_mean', which name metrics; got "
                     f"{name!r}; rename it"
                 )
 
