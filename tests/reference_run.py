@@ -11,7 +11,6 @@ from plain_objective import Recipe
 from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-from qerl_pl.callbacks import EvaluationConfig
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.datamodules.tables import Row
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -212,7 +211,7 @@ def _rollout(recipe: Recipe, run: Path) -> dict[str, Any]:
     return {
         "group_size": recipe.group_size,
         "resample_rounds": recipe.resample_rounds,
-        "evaluation": EvaluationConfig(samples=recipe.eval_samples),
+        "evaluation": {"samples": recipe.eval_samples},
         "accuracy_reward": "right",
         "sampling": {
             "max_tokens": sampling.max_tokens,

@@ -109,7 +109,7 @@ class Watched:
         return SimpleNamespace(version=version, adapter=None if reference else {}, noise=noise)
 
     def token_logprobs(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool, routing: None
     ) -> tuple[Tensor, Tensor]:
         assert self.evaluates and not torch.is_grad_enabled() and temperature == 1.0
         assert lengths.tolist() == [int(row.nonzero().max()) + 1 for row in mask]

@@ -29,32 +29,27 @@ def informative(rewards: torch.Tensor, right: torch.Tensor, group_size: int) -> 
     return GRPO().signal(Scores(rewards), group_size) & have_differences(grouped(right, group_size))
 
 
-def test_group_divides_by_the_unbiased_std_of_the_group() -> None:
-    expected = [-1 / 2.0001, -1 / 2.0001, -1 / 2.0001, 3 / 2.0001, 0, 0, 0, 0]
-    assert group_advantages(REWARDS, 4, "group").tolist() == pytest.approx(expected, abs=1e-12)
+# Mean 4.4 / 8 = 0.55, sum of squares 16.04, variance (16.04 - 8 * 0.55^2) / 7 = 13.62 / 7.
+BATCH_STD = (13.62 / 7) ** 0.5 + 1e-4
+RIGHT = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0])  # means 1/4, 3/4, 0
 
 
-def test_batch_divides_by_the_std_of_all_rewards() -> None:
-    # Mean 4.4 / 8 = 0.55, sum of squares 16.04, variance (16.04 - 8 * 0.55^2) / 7 = 13.62 / 7.
-    std = (13.62 / 7) ** 0.5
-    expected = [value / (std + 1e-4) for value in (-1, -1, -1, 3, 0, 0, 0, 0)]
-    assert group_advantages(REWARDS, 4, "batch").tolist() == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize(
+    ("rewards", "group_size", "normalize", "expected"),
+    [
+        (REWARDS, 4, "group", [-1 / 2.0001, -1 / 2.0001, -1 / 2.0001, 3 / 2.0001, 0, 0, 0, 0]),
+        (REWARDS, 4, "batch", [value / BATCH_STD for value in (-1, -1, -1, 3, 0, 0, 0, 0)]),
+        (torch.tensor([0, 1, 5, 2]), 2, "none", [-0.5, 0.5, 1.5, -1.5]),
+        (REWARDS, 4, "rloo", [-4 / 3, -4 / 3, -4 / 3, 4, 0, 0, 0, 0]),  # others' means of 0 0 0 4: 4/3, 4/3, 4/3, 0
+        (RIGHT, 4, "maxrl", [-1, -1, -1, 3, 1 / 3, 1 / 3, -1, 1 / 3, 0, 0, 0, 0]),
+    ],
+)
+def test_each_norm_worked_out(rewards, group_size, normalize, expected) -> None:
+    tolerance = 1e-12 if rewards is REWARDS else 1e-6  # float64, or float32
+    assert group_advantages(rewards, group_size, normalize).tolist() == pytest.approx(expected, abs=tolerance)
 
 
-def test_none_only_subtracts_the_mean_of_the_group() -> None:
-    assert group_advantages(torch.tensor([0, 1, 5, 2]), 2, "none").tolist() == [-0.5, 0.5, 1.5, -1.5]
-
-
-def test_rloo_subtracts_the_mean_of_the_others() -> None:
-    # Others' means of 0 0 0 4: 4/3, 4/3, 4/3, 0.
-    expected = [-4 / 3, -4 / 3, -4 / 3, 4, 0, 0, 0, 0]
-    assert group_advantages(REWARDS, 4, "rloo").tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_maxrl_divides_by_the_mean_of_the_group() -> None:
-    rewards = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0])  # means 1/4, 3/4, 0
-    expected = [-1, -1, -1, 3, 1 / 3, 1 / 3, -1, 1 / 3, 0, 0, 0, 0]
-    assert group_advantages(rewards, 4, "maxrl").tolist() == pytest.approx(expected, abs=1e-6)
+def test_maxrl_takes_no_negative_reward() -> None:
     with pytest.raises(UserError, match="advantage_norm maxrl .* must be at least 0; got -0.5; use another"):
         group_advantages(torch.tensor([1.0, -0.5, 0.0, torch.nan]), 2, "maxrl")
 

@@ -191,7 +191,7 @@ def test_secrets_of_a_configuration_are_not_published(keys: str, value: Any) -> 
     config: dict[str, Any] = {
         "model": {},
         "data": table,
-        "rollout": {"rewards": {"judge": judge}, "environment": server},
+        "rollout": {"rewards": {"judge": judge}, "environment": {"factory": server}},
         "trainer": {"logger": True},
     }
     *path, last = keys.split(".")

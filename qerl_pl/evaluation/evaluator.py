@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -14,22 +14,19 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
+from qerl_pl.environments.sampler import DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import prompt_metrics
 from qerl_pl.rewards import AnswerReward, extract_answers, normalize_answers
-from qerl_pl.rollout.collector import require_finite_logprobs
+from qerl_pl.rollout.collector import require_finite_logprobs, sample_completions
 from qerl_pl.rollout.scoring import Scorer, gather_by_index, without_none
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.seeds import sample_seeds
 from qerl_pl.types import (
-    Completion,
     EvaluatedPrompt,
     Evaluation,
     GradedAnswer,
     PolicyWeights,
     Prompt,
-    RolloutRequest,
     SamplingConfig,
 )
 
@@ -175,6 +172,7 @@ class EvaluatorConfig:
         return isinstance(self.scorer.accuracy, AnswerReward)
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Samples and grades held-out prompts.
 
@@ -191,23 +189,15 @@ class Evaluator:
         ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
-    def __init__(
-        self,
-        config: EvaluatorConfig,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        ranks: Communicator = SINGLE_PROCESS,
-        dialogues: DialogueSampler | None = None,
-        ends: Collection[int] = (),
-    ) -> None:
-        self.config = config
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.ranks = ranks
-        self.dialogues = dialogues
-        self.ends = ends
+    config: EvaluatorConfig
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    ranks: Communicator = SINGLE_PROCESS
+    dialogues: DialogueSampler | None = None
+    ends: Collection[int] = ()
+
+    def __post_init__(self) -> None:
         self._cache: SampleCache | None = None
         self._extra_caches: Mapping[str, SampleCache] = {}
         self._version = 0
@@ -268,20 +258,15 @@ class Evaluator:
         """Graded answers from the cache or the engine."""
         answers: dict[Job, GradedAnswer] = {}
         if cache is not None:
-            for index, sample in jobs:
-                if (answer := cache.get(name, prompts[index], sample)) is not None:
-                    answers[index, sample] = answer
-        missing = [job for job in jobs if job not in answers]
-        greedy = SamplingConfig(sampling.max_tokens, temperature=0.0, stop=sampling.stop)
-        for batch in self._batches([job for job in missing if job[1] is GREEDY]):
-            answers |= self._sample(prompts, batch, greedy, cache, name)
-        for batch in self._batches([job for job in missing if job[1] is not GREEDY]):
-            answers |= self._sample(prompts, batch, sampling, cache, name)
-        return answers
-
-    def _batches(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
+            found = {(index, sample): cache.get(name, prompts[index], sample) for index, sample in jobs}
+            answers = {job: answer for job, answer in found.items() if answer is not None}
         size = self.config.batch or max(1, len(jobs))
-        return (jobs[start : start + size] for start in range(0, len(jobs), size))
+        greedy = SamplingConfig(sampling.max_tokens, temperature=0.0, stop=sampling.stop)
+        for is_greedy, given in ((True, greedy), (False, sampling)):
+            missing = [job for job in jobs if job not in answers and (job[1] is GREEDY) == is_greedy]
+            for start in range(0, len(missing), size):
+                answers |= self._sample(prompts, missing[start : start + size], given, cache, name)
+        return answers
 
     def _sample(
         self,
@@ -291,7 +276,11 @@ class Evaluator:
         cache: SampleCache | None,
         name: str,
     ) -> dict[Job, GradedAnswer]:
-        completions = [[completion] for completion in self._completions(prompts, jobs, sampling, name)]
+        stream = ("evaluation", name) if name else ("evaluation",)
+        by_prompt = groupby(jobs, lambda job: job[0])
+        wanted = [(prompts[index], [sample or 0 for _, sample in own]) for index, own in by_prompt]
+        sampled = sample_completions(self.engine, self.dialogues, wanted, sampling, self.seed, stream)
+        completions = [[completion] for group in sampled for completion in group]
         asked = [prompts[index] for index, _ in jobs]
         require_finite_logprobs(asked, completions, type(self.engine).__name__, self._version)
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
@@ -309,18 +298,3 @@ class Evaluator:
         if cache is not None:
             cache.put(records)
         return {job: record.graded for job, record in zip(jobs, records, strict=True)}
-
-    def _completions(
-        self, prompts: Sequence[Prompt], jobs: Sequence[Job], sampling: SamplingConfig, name: str
-    ) -> list[Completion]:
-        """A completion, or a dialogue, for each job."""
-        stream = ("evaluation", name) if name else ("evaluation",)
-        if self.dialogues is not None:
-            wanted = [DialogueJob(prompts[index], sample or 0) for index, sample in jobs]
-            return self.dialogues.sample(self.engine, wanted, sampling, self.seed, *stream)
-        requests = []
-        for index, prompt_jobs in groupby(jobs, lambda job: job[0]):
-            samples = [sample or 0 for _, sample in prompt_jobs]
-            seeds = sample_seeds(self.seed, stream, prompts[index].id, samples)
-            requests.append(RolloutRequest(prompts[index].token_ids, seeds))
-        return [completion for group in self.engine.generate(requests, sampling) for completion in group]

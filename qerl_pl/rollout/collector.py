@@ -96,6 +96,7 @@ def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, flo
     return [sorted(shard) for shard in shards]
 
 
+@dataclass(eq=False)
 class Collector:
     """Samples and scores a training batch, and makes it an `Experience`.
 
@@ -112,25 +113,16 @@ class Collector:
         ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
-    def __init__(
-        self,
-        config: CollectorConfig,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        objective: Objective,
-        seed: int,
-        ranks: Communicator = SINGLE_PROCESS,
-        dialogues: DialogueSampler | None = None,
-        ends: Collection[int] = (),
-    ) -> None:
-        self.config = config
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.objective = objective
-        self.seed = seed
-        self.ranks = ranks
-        self.dialogues = dialogues
-        self.ends = ends
+    config: CollectorConfig
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    objective: Objective
+    seed: int
+    ranks: Communicator = SINGLE_PROCESS
+    dialogues: DialogueSampler | None = None
+    ends: Collection[int] = ()
+
+    def __post_init__(self) -> None:
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id, for `partition_prompts`."""
         self._logged: dict[str, list[float]] = {}
@@ -206,7 +198,11 @@ class Collector:
         indices = partition_prompts([prompt.id for prompt in prompts], self.expected_lengths, ranks.size)[ranks.rank]
         local = [prompts[index] for index in indices]
         with timed(seconds, "rollout"):
-            completions = self._completions(local, version) if local else []
+            wanted = [(prompt, range(self.config.group_size)) for prompt in local]
+            stream = ("rollout", version)
+            completions = sample_completions(
+                self.engine, self.dialogues, wanted, self.config.sampling, self.seed, stream
+            )
         with timed(seconds, "reward"):
             groups = scorer.score(self.tokenizer, local, completions, self.ends)
         for function in functions_among(scorer.rewards) if local else ():
@@ -221,19 +217,6 @@ class Collector:
             gathered[index] = group
         self.expected_lengths |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in gathered}
         return gathered
-
-    def _completions(self, prompts: Sequence[Prompt], version: int) -> list[list[Completion]]:
-        """G completions, or dialogues, of each prompt."""
-        size, stream = self.config.group_size, ("rollout", version)
-        if self.dialogues is None:
-            requests = [
-                RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt.id, range(size)))
-                for prompt in prompts
-            ]
-            return self.engine.generate(requests, self.config.sampling)
-        jobs = [DialogueJob(prompt, sample) for prompt in prompts for sample in range(size)]
-        sampled = self.dialogues.sample(self.engine, jobs, self.config.sampling, self.seed, *stream)
-        return [sampled[start : start + size] for start in range(0, len(sampled), size)]
 
     def _scores(self, groups: Sequence[Group]) -> Scores:
         """Rewards [B] of the completions of some groups."""
@@ -318,6 +301,35 @@ class Collector:
                     groups[0].prompt.id,
                     groups[0].texts[0][-200:],
                 )
+
+
+def sample_completions(
+    engine: RolloutEngine,
+    dialogues: DialogueSampler | None,
+    wanted: Sequence[tuple[Prompt, Sequence[int]]],
+    sampling: SamplingConfig,
+    seed: int,
+    stream: Sequence[int | str],
+) -> list[list[Completion]]:
+    """Completions, or dialogues, of prompts.
+
+    Args:
+        engine: Rollout engine, awake and synced.
+        dialogues: Samples dialogues; None samples one completion for each sample.
+        wanted: Each prompt with the indices of its samples.
+        sampling: Sampling parameters.
+        seed: Seed of the run.
+        stream: Name of the random stream within the run.
+    """
+    if not wanted:
+        return []
+    if dialogues is None:
+        seeds = [sample_seeds(seed, stream, prompt.id, samples) for prompt, samples in wanted]
+        requests = [RolloutRequest(prompt.token_ids, own) for (prompt, _), own in zip(wanted, seeds, strict=True)]
+        return engine.generate(requests, sampling)
+    jobs = [DialogueJob(prompt, sample) for prompt, samples in wanted for sample in samples]
+    sampled = iter(dialogues.sample(engine, jobs, sampling, seed, *stream))
+    return [[next(sampled) for _ in samples] for _, samples in wanted]
 
 
 def pad_completions(
