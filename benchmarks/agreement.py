@@ -23,7 +23,7 @@ from qerl_pl.chat.template import render_prompts
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.lora import PROJECTIONS
-from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.toy.policy import ToyConfig
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig

@@ -40,7 +40,7 @@ from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.families import family_of, noisy_norm_names
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.runtime.files import atomic_write
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 

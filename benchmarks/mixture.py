@@ -51,7 +51,7 @@ from qerl_pl.models.memory import GIB
 from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.experts import PackedExperts
-from qerl_pl.rollout.experience import pad_completions, pad_routing
+from qerl_pl.rollout.collector import pad_completions, pad_routing
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 PARTS = ("agreement", "update", "rollout", "stock")

@@ -122,7 +122,7 @@ class EvalSampling:
     stop: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        _check_sampling("eval_sampling", self._overrides)
+        _check_sampling("evaluation.sampling", self._overrides)
 
     @property
     def _overrides(self) -> dict[str, Any]:
@@ -346,7 +346,7 @@ class EvaluatedPrompt:
     samples: Sequence[GradedAnswer]
     """S samples."""
     extra: Mapping[str, Sequence[GradedAnswer]] = field(default_factory=dict, hash=False)
-    """S samples by each of `rollout.extra_eval_sampling`, by name."""
+    """S samples by each of `rollout.evaluation.extra_sampling`, by name."""
 
 
 @dataclass(frozen=True)

@@ -211,7 +211,7 @@ def _rollout(recipe: Recipe, run: Path) -> dict[str, Any]:
     return {
         "group_size": recipe.group_size,
         "resample_rounds": recipe.resample_rounds,
-        "eval_samples": recipe.eval_samples,
+        "evaluation": {"samples": recipe.eval_samples},
         "accuracy_reward": "right",
         "sampling": {
             "max_tokens": sampling.max_tokens,

@@ -11,6 +11,7 @@ from torch import Tensor
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.rollout.collector import CollectorConfig
+from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig, SyncReport
 
@@ -19,14 +20,19 @@ PROMPTS = [Prompt(f"p{index}", tuple(range(10, 11 + index)), f"question {index}"
 
 
 def config_of(**changes: Any) -> CollectorConfig:
-    given: dict[str, Any] = {"rewards": [Even(), Long()], "group_size": 4, "sampling": SAMPLING, "resample_rounds": 0}
-    return CollectorConfig(**given | {"mismatch_bound": 0.25, "check_every": 3} | changes)
+    given: dict[str, Any] = {"group_size": 4, "sampling": SAMPLING} | changes
+    return CollectorConfig(scorer_of(given), **given)
+
+
+def scorer_of(settings: dict[str, Any]) -> Scorer:
+    """Take the rewards out of settings, and the name of the one that tells what is right."""
+    return Scorer(settings.pop("rewards", [Even(), Long()]), settings.pop("accuracy_reward", None))
 
 
 def evaluator_of(engine: Any, ranks: Communicator = SINGLE_PROCESS, **changes: Any) -> Evaluator:
     """With three samples a prompt at temperature 1, and training's token limit and stop strings."""
-    given = {"rewards": [Even(), Long()], "sampling": SamplingConfig(max_tokens=3, stop=("!",)), "samples": 3}
-    return Evaluator(EvaluatorConfig(**given | changes), engine, Words(), 7, ranks)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"sampling": SamplingConfig(max_tokens=3, stop=("!",)), "samples": 3} | changes
+    return Evaluator(EvaluatorConfig(scorer_of(given), **given), engine, Words(), 7, ranks)  # type: ignore[arg-type]
 
 
 def nobody(key: Sequence[int | str], count: int, exclude: Collection[str]) -> list[Prompt]:
@@ -51,7 +57,7 @@ class Scripted:
         self.lost = lost
         self.calls: list[Any] = []
         self.samples: list[list[int]] = []
-        self.adapter = False
+        self.adapter = not lost
 
     def wake(self) -> None:
         self.calls.append("wake")
@@ -103,7 +109,7 @@ class Watched:
         return SimpleNamespace(version=version, adapter=None if reference else {}, noise=noise)
 
     def token_values(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool = False
+        self, tokens: Tensor, lengths: Tensor, mask: Tensor, temperature: float, *, reference: bool, routing: None
     ) -> tuple[Tensor, Tensor, None]:
         assert self.evaluates and not torch.is_grad_enabled() and temperature == 1.0
         assert lengths.tolist() == [int(row.nonzero().max()) + 1 for row in mask]

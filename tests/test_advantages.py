@@ -6,10 +6,13 @@ from typing import get_args
 import pytest
 import torch
 
+from qerl_pl.algorithm import GRPO
 from qerl_pl.algorithm.advantages import (
     AdvantageNorm,
+    Scores,
     group_advantages,
-    informative_groups,
+    grouped,
+    have_differences,
     normalized_then_summed,
     summed_group_advantages,
 )
@@ -21,32 +24,32 @@ REWARDS = torch.tensor([0, 0, 0, 4, 0.1, 0.1, 0.1, 0.1], dtype=torch.float64)
 NORMS = get_args(AdvantageNorm)
 
 
-def test_group_divides_by_the_unbiased_std_of_the_group() -> None:
-    expected = [-1 / 2.0001, -1 / 2.0001, -1 / 2.0001, 3 / 2.0001, 0, 0, 0, 0]
-    assert group_advantages(REWARDS, 4, "group").tolist() == pytest.approx(expected, abs=1e-12)
+def informative(rewards: torch.Tensor, right: torch.Tensor, group_size: int) -> torch.Tensor:
+    """The groups that dynamic sampling trains on."""
+    return GRPO().signal(Scores(rewards), group_size) & have_differences(grouped(right, group_size))
 
 
-def test_batch_divides_by_the_std_of_all_rewards() -> None:
-    # Mean 4.4 / 8 = 0.55, sum of squares 16.04, variance (16.04 - 8 * 0.55^2) / 7 = 13.62 / 7.
-    std = (13.62 / 7) ** 0.5
-    expected = [value / (std + 1e-4) for value in (-1, -1, -1, 3, 0, 0, 0, 0)]
-    assert group_advantages(REWARDS, 4, "batch").tolist() == pytest.approx(expected, abs=1e-12)
+# Mean 4.4 / 8 = 0.55, sum of squares 16.04, variance (16.04 - 8 * 0.55^2) / 7 = 13.62 / 7.
+BATCH_STD = (13.62 / 7) ** 0.5 + 1e-4
+RIGHT = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0])  # means 1/4, 3/4, 0
 
 
-def test_none_only_subtracts_the_mean_of_the_group() -> None:
-    assert group_advantages(torch.tensor([0, 1, 5, 2]), 2, "none").tolist() == [-0.5, 0.5, 1.5, -1.5]
+@pytest.mark.parametrize(
+    ("rewards", "group_size", "normalize", "expected"),
+    [
+        (REWARDS, 4, "group", [-1 / 2.0001, -1 / 2.0001, -1 / 2.0001, 3 / 2.0001, 0, 0, 0, 0]),
+        (REWARDS, 4, "batch", [value / BATCH_STD for value in (-1, -1, -1, 3, 0, 0, 0, 0)]),
+        (torch.tensor([0, 1, 5, 2]), 2, "none", [-0.5, 0.5, 1.5, -1.5]),
+        (REWARDS, 4, "rloo", [-4 / 3, -4 / 3, -4 / 3, 4, 0, 0, 0, 0]),  # others' means of 0 0 0 4: 4/3, 4/3, 4/3, 0
+        (RIGHT, 4, "maxrl", [-1, -1, -1, 3, 1 / 3, 1 / 3, -1, 1 / 3, 0, 0, 0, 0]),
+    ],
+)
+def test_each_norm_worked_out(rewards, group_size, normalize, expected) -> None:
+    tolerance = 1e-12 if rewards is REWARDS else 1e-6  # float64, or float32
+    assert group_advantages(rewards, group_size, normalize).tolist() == pytest.approx(expected, abs=tolerance)
 
 
-def test_rloo_subtracts_the_mean_of_the_others() -> None:
-    # Others' means of 0 0 0 4: 4/3, 4/3, 4/3, 0.
-    expected = [-4 / 3, -4 / 3, -4 / 3, 4, 0, 0, 0, 0]
-    assert group_advantages(REWARDS, 4, "rloo").tolist() == pytest.approx(expected, abs=1e-12)
-
-
-def test_maxrl_divides_by_the_mean_of_the_group() -> None:
-    rewards = torch.tensor([0, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0])  # means 1/4, 3/4, 0
-    expected = [-1, -1, -1, 3, 1 / 3, 1 / 3, -1, 1 / 3, 0, 0, 0, 0]
-    assert group_advantages(rewards, 4, "maxrl").tolist() == pytest.approx(expected, abs=1e-6)
+def test_maxrl_takes_no_negative_reward() -> None:
     with pytest.raises(UserError, match="advantage_norm maxrl .* must be at least 0; got -0.5; use another"):
         group_advantages(torch.tensor([1.0, -0.5, 0.0, torch.nan]), 2, "maxrl")
 
@@ -69,8 +72,8 @@ def test_informative_groups_have_right_and_wrong_answers_and_unequal_rewards() -
     right = torch.tensor([1, 1, 0, 0, 1, 0, 1, 0], dtype=torch.bool)
     # All right and all wrong with unequal totals, by a reward for form; some right; some right with equal totals.
     rewards = torch.tensor([1.0, 1.2, 0.0, 0.2, 1.0, 0.0, 0.5, 0.5])
-    assert informative_groups(rewards, right, 2).tolist() == [False, False, True, False]
-    assert informative_groups(REWARDS, REWARDS > 0.5, 4).tolist() == [True, False]
+    assert informative(rewards, right, 2).tolist() == [False, False, True, False]
+    assert informative(REWARDS, REWARDS > 0.5, 4).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(("group_size", "found"), [(1, "got group size 1"), (3, "got 8 rewards in groups of 3")])
@@ -78,7 +81,7 @@ def test_sizes_that_cannot_be_grouped_are_a_user_error(group_size, found) -> Non
     with pytest.raises(UserError, match=found):
         group_advantages(REWARDS, group_size, "group")
     with pytest.raises(UserError, match=found):
-        informative_groups(REWARDS, REWARDS > 0.5, group_size)
+        informative(REWARDS, REWARDS > 0.5, group_size)
 
 
 # NaN: no reward applies ----------------------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ def test_a_completion_without_a_reward_counts_for_nothing(normalize, stds) -> No
 def test_a_group_is_informative_by_the_rewards_that_apply() -> None:
     rewards = torch.tensor([1, math.nan, 0, 1, math.nan, 1, math.nan, math.nan, math.nan])
     right = torch.tensor([1, 0, 0, 1, 0, 1, 0, 0, 0], dtype=torch.bool)
-    assert informative_groups(rewards, right, 3).tolist() == [True, False, False]
+    assert informative(rewards, right, 3).tolist() == [True, False, False]
 
 
 # GDPO ----------------------------------------------------------------------------------------------------------------
@@ -145,12 +148,12 @@ def test_rewards_with_equal_totals_train_where_their_advantages_differ_and_cance
     size = 1 / (unit + 1e-4) - 10 * 0.1 / (0.1 * unit + 1e-4)
     found = summed_group_advantages(rewards, {"right": 1.0, "form": 10.0}, 3)
     assert found[:3].tolist() == pytest.approx([2 / 3 * size, -size / 3, -size / 3], rel=1e-4)
-    assert informative_groups(found, right, 3).tolist() == [True] * 3
-    assert informative_groups(rewards["right"] + 10 * rewards["form"], right, 3).tolist() == [False] * 3
+    assert informative(found, right, 3).tolist() == [True] * 3
+    assert informative(rewards["right"] + 10 * rewards["form"], right, 3).tolist() == [False] * 3
     # With the same weights and sizes they cancel: here but for rounding.
     rewards = {"right": right / 3, "form": 0.7 - right / 3, "late": torch.tensor([torch.nan] * 8 + [1.0])}
     found = summed_group_advantages(rewards, {"right": 1e3, "form": 1e3, "late": 1.0}, 3)
-    assert found.tolist() == [0.0] * 9 and not informative_groups(found, right, 3).any()
+    assert found.tolist() == [0.0] * 9 and not informative(found, right, 3).any()
     terms = [group_advantages(rewards[name], 3, "group") for name in ("right", "form")]
     assert (terms[0] + terms[1]).any()
 

@@ -9,7 +9,7 @@ import torch
 from rank_helpers import ThreadRanks, on_ranks
 from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody
 
-from qerl_pl.algorithm import DrGRPO, NormNoise
+from qerl_pl.algorithm import DrGRPO
 from qerl_pl.algorithm.advantages import AdvantageNorm
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.rollout.collector import Collector, partition_prompts
@@ -29,11 +29,10 @@ def collector_on(
 @pytest.mark.parametrize("norm", ["none", "group", "batch"])
 def test_ranks_make_together_the_rollout_of_one(size: int, norm: AdvantageNorm) -> None:
     def work(ranks: Communicator) -> tuple[list[Any], list[Any], dict[str, float]]:
-        engine, policy = Scripted(), Watched()
+        engine = Scripted()
         collector, found, asked = collector_on(ranks, engine, DrGRPO(advantage_norm=norm)), [], []
         for version, batch in enumerate(BATCHES):
-            noise = NormNoise(0.01, seed=7, version=version)
-            found.append(collector.collect(batch, policy.weights(version, noise=noise), policy, nobody))
+            found.append(collector.collect(batch, version, nobody))
             asked.append([call[1] for call in engine.calls if call[0] == "generate"][-1])
         return found, asked, collector.expected_lengths
 
@@ -86,25 +85,15 @@ class Clock(threading.local):
 
 
 class Slow(Scripted):
-    """An engine whose calls take time: a power of two each, that sums tell apart."""
+    """An engine that takes some seconds to sample."""
 
     def __init__(self, clock: Clock, sampling: float = 4.0) -> None:
         super().__init__()
         self.clock, self.sampling = clock, sampling
 
-    def wake(self) -> None:
-        self.clock.now += 1
-
-    def sync(self, weights: Any) -> Any:
-        self.clock.now += 2
-        return super().sync(weights)
-
     def generate(self, requests: Any, sampling: Any) -> Any:
         self.clock.now += self.sampling
         return super().generate(requests, sampling)
-
-    def sleep(self) -> None:
-        self.clock.now += 8
 
 
 class SlowReward(Even):
@@ -120,13 +109,11 @@ class SlowReward(Even):
 
 def test_each_phase_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr("qerl_pl.rollout.collector.time", clock)
-    collector, policy = collector_on(SINGLE_PROCESS, Slow(clock), rewards=[SlowReward(clock), Long()]), Watched()
-    for version, check in enumerate((24.0, 24.0, 0.0)):  # two checks of two syncs and two generations
-        found = collector.collect(PROMPTS[:3], policy.weights(version), policy, nobody)
-        times = {name[5:-2]: value for name, value in found.metrics.items() if name.startswith("time/")}
-        assert times == {"check": check, "wait": 0.0, "sync": 2.0, "rollout": 4.0, "reward": 16.0, "sleep": 9.0}
-        assert found.seconds == 31.0 + check
+    monkeypatch.setattr("qerl_pl.rollout.metrics.time", clock)
+    collector = collector_on(SINGLE_PROCESS, Slow(clock), rewards=[SlowReward(clock), Long()])
+    found = collector.collect(PROMPTS[:3], 4, nobody)
+    times = {name[5:-2]: value for name, value in found.metrics.items() if name.startswith("time/")}
+    assert times == {"wait": 0.0, "rollout": 4.0, "reward": 16.0} and found.seconds == 20.0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +123,7 @@ def test_the_slowest_rank_is_named_where_others_wait_long(
     waits: tuple[float, ...], average: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, sampling = Clock(), (4.0, 10.0, 6.0)
-    monkeypatch.setattr("qerl_pl.rollout.collector.time", clock)
+    monkeypatch.setattr("qerl_pl.rollout.metrics.time", clock)
 
     def waits_by_the_clock(ranks: ThreadRanks) -> None:
         clock.now += waits[ranks.rank]
@@ -144,15 +131,14 @@ def test_the_slowest_rank_is_named_where_others_wait_long(
     monkeypatch.setattr(ThreadRanks, "barrier", waits_by_the_clock)
 
     def work(ranks: Communicator) -> dict[str, float]:
-        policy = Watched()
         collector = collector_on(ranks, Slow(clock, sampling[ranks.rank]))
-        return dict(collector.collect(PROMPTS, policy.weights(9), policy, nobody).metrics)
+        return dict(collector.collect(PROMPTS, 9, nobody).metrics)
 
     with caplog.at_level(logging.WARNING, "qerl_pl"):
         found = on_ranks(len(waits), work)
     for metrics in found:
         # The slowest rank's time of a phase, but how long ranks waited on average; above a quarter it is told.
-        assert metrics["time/rollout_s"] == 10 and metrics["time/check_s"] == 2 * (2 * 2 + 2 * 10)
+        assert metrics["time/rollout_s"] == 10
         assert metrics["time/wait_s"] == sum(waits) / len(waits)
     said = f"rollout 9: ranks waited {average} s on average for rank 1, which sampled for 10.0 s"
     assert [said in record.message for record in caplog.records] == [True] * len(waits) * (average is not None)

@@ -108,7 +108,7 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
     assert completions % settings.model.update.minibatches == 0
     longest = settings.data.max_prompt_tokens + rollout.sampling.max_tokens
     assert settings.model.update.micro_batch_tokens is None or settings.model.update.micro_batch_tokens >= longest
-    for reward in rollout.rewards:
+    for reward in rollout.scorer.rewards:
         if reward.name == "overlong":
             assert (reward.max_length, reward.buffer, reward.weight) == (
                 rollout.sampling.max_tokens,
@@ -116,13 +116,14 @@ def test_shipped_files_build_what_they_name(folder: str) -> None:
                 0.5,
             )
     if names == ["quickstart_tools"]:
-        assert [reward.name for reward in rollout.rewards] == ["environment"]
+        assert [reward.name for reward in rollout.scorer.rewards] == ["environment"]
         return
-    has_environment = settings.rollout.environment is not None
+    has_environment = settings.rollout.environment.factory is not None
     tags = "think_tags" in names or names[0] in ("quickstart", "gsm8k_cpu", "bigmath", "search")
     assert (settings.data.system_prompt is None) == (names[0] == "gsm8k" and not tags)
     optional = {"format": tags, "overlong": "dapo" in names, "environment": has_environment}
-    assert [reward.name for reward in rollout.rewards] == ["accuracy", *(name for name, has in optional.items() if has)]
+    expected = ["accuracy", *(name for name, has in optional.items() if has)]
+    assert [reward.name for reward in rollout.scorer.rewards] == expected
     if (size := re.search(r"qwen2.5_(\d+b)", folder)) is not None:
         assert isinstance(settings.rollout.engine, qerl_pl.engines.VLLMEngine)
         assert settings.model.policy_config.path == f"Qwen/Qwen2.5-{SIZES[size[1]]}-Instruct"
@@ -307,7 +308,7 @@ def test_a_reward_is_changed_and_added_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "more.yaml"
     path.write_text("rollout: {rewards: {mine: {class_path: fit_helpers.Vowels, init_args: {weight: 0.5}}}}")
     settings = built("fit", "-c", str(QUICKSTART), "-c", str(path), "--rollout.rewards.format.weight", "0.2")
-    assert [(reward.name, reward.weight) for reward in settings.rollout.config.rewards] == [
+    assert [(reward.name, reward.weight) for reward in settings.rollout.scorer.rewards] == [
         ("accuracy", 1.0),
         ("format", 0.2),
         ("mine", 0.5),
@@ -348,7 +349,14 @@ def test_grpo_has_no_kl_penalty_unless_one_is_set(
         ["-c", "quickstart", "--model.max_grad_norm", ".inf", "--trainer.max_time", "00:01:00:00"],
         ["-c", "quickstart", "--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1"],
         ["-c", "quickstart", "--data.system_prompt", "yes", "--rollout.rewards.mine", "more.py:exact"],
-        ["-c", "quickstart_tools", "--rollout.extra_eval_sampling", "{card: {temperature: 0.6}}", "--noise", "null"],
+        [
+            "-c",
+            "quickstart_tools",
+            "--rollout.evaluation.extra_sampling",
+            "{card: {temperature: 0.6}}",
+            "--noise",
+            "null",
+        ],
         ["-c", "gsm8k", "-c", "dapo", "--model.objective.correction", "{rejection: token, low: 0.5}"],
         ["-c", "quickstart", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/accuracy"],
         ["-c", "quickstart", "--trainer.callbacks+=ModelCheckpoint", "--data.sets", "{one: {path: rows.jsonl}}"],
@@ -470,12 +478,12 @@ def test_the_sampling_of_held_out_prompts_may_be_given_in_part(
     """As model cards advise it; read again from what is printed, which a run's folder keeps, it is the same."""
     path = tmp_path / "printed.yaml"
     given = ["--rollout.sampling", "{max_tokens: 900, stop: [END]}"]
-    given += ["--rollout.eval_sampling", "{temperature: 0.6, top_p: 0.95}"]
+    given += ["--rollout.evaluation.sampling", "{temperature: 0.6, top_p: 0.95}"]
     path.write_text(printed(capsys, "test", "-c", str(QUICKSTART), *given, "--print_config"))
     expected = SamplingConfig(max_tokens=900, temperature=0.6, top_p=0.95, stop=["END"])
     for settings in (built("test", "-c", str(QUICKSTART), *given), built("validate", "-c", str(path))):
         assert settings.rollout.eval_config.sampling == expected
-    one = built("test", *config("evaluate"), "--rollout.eval_sampling.temperature", "0.6")
+    one = built("test", *config("evaluate"), "--rollout.evaluation.sampling.temperature", "0.6")
     assert one.rollout.eval_config.sampling == SamplingConfig(4096, 0.6, stop=[])
 
 

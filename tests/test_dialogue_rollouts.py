@@ -17,7 +17,7 @@ from test_environment_runs import PATTERN
 from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl_pl.algorithm import DrGRPO
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
 from qerl_pl.callbacks.completions import _markdown, _row
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
@@ -27,8 +27,8 @@ from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
-from qerl_pl.rollout.collector import Collector, CollectorConfig
-from qerl_pl.rollout.experience import last_turn, pad_completions, score_groups
+from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions
+from qerl_pl.rollout.scoring import Scorer, last_turn
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.types import (
@@ -84,10 +84,9 @@ def test_the_trainers_logprobs_are_the_samplers_on_every_sampled_token(
         engine,
         group_size=4,
         sampling=SAMPLING,
-        environment=GuessNumber,
-        tool_format=PATTERN,
-        max_turns=3,
-        max_turn_tokens=max_turn_tokens,
+        environment=EnvironmentConfig(
+            factory=GuessNumber, tool_format=PATTERN, max_turns=3, max_turn_tokens=max_turn_tokens
+        ),
     )
     trainer = trainer_of(tmp_path, compared, rollout=rollout, noise=False, max_steps=6)
     module = module_of(game_policy_dir)
@@ -161,7 +160,7 @@ def sampler_of(pool: Any, **settings: Any) -> DialogueSampler:
 
 
 def evaluator_of(engine: Playing, pool: LocalPool) -> Evaluator:
-    config = EvaluatorConfig([EnvironmentReward()], SAMPLING, samples=2)
+    config = EvaluatorConfig(Scorer([EnvironmentReward()]), SAMPLING, samples=2)
     return Evaluator(config, engine, engine.tokenizer, 7, dialogues=sampler_of(pool))  # type: ignore[arg-type]
 
 
@@ -260,7 +259,7 @@ class NoReward(LocalPool):
 
 def collector_of(pool: LocalPool, **settings: Any) -> Collector:
     engine = Playing(7)
-    config = CollectorConfig([EnvironmentReward()], group_size=2, sampling=SAMPLING, **settings)
+    config = CollectorConfig(Scorer([EnvironmentReward()]), group_size=2, sampling=SAMPLING, **settings)
     return Collector(config, engine, engine.tokenizer, DrGRPO(), 7, dialogues=sampler_of(pool))  # type: ignore[arg-type]
 
 
@@ -302,7 +301,7 @@ def test_tensors_and_rewards_of_a_dialogue_by_hand() -> None:
             return super().__call__(samples)
 
     tokenizer = tokenizer_of("toy")
-    (group,) = score_groups([Seeing(2.0)], tokenizer, [prompt], [[completion, plain]])
+    (group,) = Scorer([Seeing(2.0)]).score(tokenizer, [prompt], [[completion, plain]])
     assert group.rewards["environment"][0] == 0.75 and group.total[0] == 1.5 and group.total[1].isnan()
     assert group.lengths == [4, 2] and seen[0].num_tokens == 4 and seen[0].token_ids == (5, 6, 7, 8)
     assert seen[0].completion == tokenizer.decode([7, 8]) and seen[0].dialogue == completion.dialogue.messages  # type: ignore[union-attr]
@@ -315,7 +314,7 @@ def test_the_environments_reward_comes_behind_others_and_only_with_an_environmen
     assert (own.name, own.weight) == ("environment", 0.5)
     listed = EnvironmentReward(3.0)
     assert with_environment_reward([listed], True, 0.5) == [listed] and with_environment_reward([], False, 1.0) == []
-    with pytest.raises(UserError, match="rollout.environment is null; set it"):
+    with pytest.raises(UserError, match="rollout.environment.factory is null; set it"):
         with_environment_reward([listed], False, 1.0)
 
 
@@ -382,7 +381,7 @@ def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() ->
             [("Error: ValueError: first", True), ("Error: ValueError: second", True)],
             ["Error: ValueError: first; correct"],
         ),
-        ([("Error: KeyError: 'GAME_KEY'", True)], ["workers get few variables: name GAME_KEY in rollout.environment_"]),
+        ([("Error: KeyError: 'GAME_KEY'", True)], ["workers get few variables: name GAME_KEY in rollout.environment."]),
         (
             [("Error: ended after its time limit of 1 s", True)],
             ["Error: ended after its time limit of 1 s; correct it"],

@@ -227,10 +227,12 @@ def test_the_rewards_of_the_page_are_accepted_and_score(
         pages.fences(ROOT / "docs" / "your-own-reward.md", "yaml"), ({"unit"}, {"brief"}, set(), {"judge"}), strict=True
     ):
         config.write_text(block)
-        rollout = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(config)).rollout
-        found = {reward.name: reward for reward in rollout.config.rewards}
+        settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(config))
+        found = {reward.name: reward for reward in settings.rollout.scorer.rewards}
         assert found.keys() == names | added
-        assert (rollout.config.multi_objective_aggregation == "normalize_then_sum") == ("normalize_then_sum" in block)
+        assert (settings.model.objective.multi_objective_aggregation == "normalize_then_sum") == (
+            "normalize_then_sum" in block
+        )
         samples = [RewardSample("1 + 1?", text, "2", False, 5) for text in ("<answer>2</answer>", "x" * 61)]
         if "trl_rewards" in block:
             samples = [RewardSample("1 + 1?", text, "2", False, 5, columns={"unit": "m"}) for text in ("2", "3 m")]
@@ -256,7 +258,7 @@ def test_the_module_and_the_rewards_of_the_page_of_the_command_line_are_accepted
     assert (type(mine).__name__, mine.shown, mine.policy_config.path) == ("Mine", 0.25, "Qwen/Qwen2.5-1.5B-Instruct")
     (tmp_path / "rewards.yaml").write_text(block)
     settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(tmp_path / "rewards.yaml"))
-    rewards = {reward.name: reward.weight for reward in settings.rollout.config.rewards}
+    rewards = {reward.name: reward.weight for reward in settings.rollout.scorer.rewards}
     assert rewards == {"accuracy": 1.0, "format": 0.1}
 
 

@@ -19,8 +19,10 @@ def test_the_environment_of_the_page_is_short_and_trains_as_it_is_written(
     title = re.match(r"# (\w+\.py)\n", block)
     assert title is not None and len([line for line in block.splitlines()[1:] if line.strip()]) <= 15
     (tmp_path / title[1]).write_text(block)
-    named = [re.search(r"environment: (\S+)", text) for text in pages.fences(PAGE, "yaml")]
-    config = game(game_policy_dir, tmp_path / "run", environment=str(tmp_path / named[0][1]))  # type: ignore[index]
+    named = [re.search(r"factory: ([^\s,}]+)", text) for text in pages.fences(PAGE, "yaml")]
+    config = game(game_policy_dir, tmp_path / "run")
+    (rollout,) = (one for one in config["trainer"]["callbacks"] if one["class_path"].endswith("RolloutCallback"))
+    rollout["init_args"]["environment"]["factory"] = str(tmp_path / named[0][1])  # type: ignore[index]
     config["trainer"]["max_steps"] = 4
     status, output = fit(config)
     assert status == 0, output

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_ranks import same_run
 
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
 from qerl_pl.datamodules import TableDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.modules import PolicyConfig, QeRLModule
@@ -48,13 +48,15 @@ def game(base: Path, run: Path, **rollout: Any) -> dict[str, Any]:
     callbacks["ResumeCheckpoint"]["init_args"] = {"every_n_rollouts": 1}
     callbacks["RolloutCallback"]["init_args"] = {
         "rewards": [],
-        "environment": "qerl_pl.toy.game.GuessNumber",
+        "environment": {
+            "factory": "qerl_pl.toy.game.GuessNumber",
+            "tool_format": PATTERN,
+            "max_turns": 3,
+            "max_turn_tokens": 12,
+            "tool_wait": 60.0,
+        },
         "group_size": 4,
         "sampling": {"max_tokens": 90},
-        "tool_format": PATTERN,
-        "max_turns": 3,
-        "max_turn_tokens": 12,
-        "tool_wait": 60.0,
     } | rollout
     config["trainer"] |= {"max_epochs": 1, "val_check_interval": 11}
     return config
@@ -169,9 +171,8 @@ def test_two_ranks_are_one_run(game_policy_dir: Path, tmp_path: Path) -> None:
 def test_each_data_module_has_its_own_prompts_in_dialogues(tiny_policy_dir: Path) -> None:
     rows = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(40)]
     module = QeRLModule(PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32"))
-    rollout = RolloutCallback(
-        [GSM8KAnswer()], TransformersEngine(), environment="qerl_pl.environments.Calculator", tool_format="hermes"
-    )
+    environment = EnvironmentConfig(factory="qerl_pl.environments.Calculator", tool_format="hermes")
+    rollout = RolloutCallback([GSM8KAnswer()], TransformersEngine(), environment=environment)
     for stage, limit in (("fit", 512), ("test", 100)):
         data = TableDataModule(rows, system_prompt=stage, max_prompt_tokens=limit)
         trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data)

@@ -56,9 +56,9 @@ def run_on_cpu(policy: Path, run: Path, sets: str, *more: str, command: str = "t
         "--trainer.default_root_dir": run,
         "--trainer.accelerator": "cpu",
         f"{rollout}.engine": "qerl_pl.engines.TransformersEngine",
-        f"{rollout}.eval_samples": 2,
-        f"{rollout}.eval_sampling.max_tokens": 6,
-        f"{rollout}.eval_batch": 4,
+        f"{rollout}.evaluation.samples": 2,
+        f"{rollout}.evaluation.sampling.max_tokens": 6,
+        f"{rollout}.evaluation.batch": 4,
     }
     return main([command, "-c", str(CONFIG), *(str(word) for pair in options.items() for word in pair), *more])
 
@@ -126,7 +126,7 @@ def test_a_source_tree_that_is_not_installed_writes_its_report_without_its_versi
 def test_several_samplings_are_in_one_report(
     tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    extra = ["--rollout.extra_eval_sampling", "{card: {temperature: 0.6, top_p: 0.95}}"]
+    extra = ["--rollout.evaluation.extra_sampling", "{card: {temperature: 0.6, top_p: 0.95}}"]
     plain = evaluate(tiny_policy_dir, tmp_path / "plain", sets)
     assert "extra_sampling" not in plain
     report = evaluate(tiny_policy_dir, tmp_path / "run", sets, *extra)
@@ -159,7 +159,7 @@ def test_several_samplings_are_in_one_report(
         assert (shown.width, shown.height) == plot.size
     # By itself the card's sampling takes those samples, and asks for the greedy ones alone.
     alone = evaluate(
-        tiny_policy_dir, tmp_path / "run", sets, "--rollout.eval_sampling", "{temperature: 0.6, top_p: 0.95}"
+        tiny_policy_dir, tmp_path / "run", sets, "--rollout.evaluation.sampling", "{temperature: 0.6, top_p: 0.95}"
     )
     assert alone["samples"] == card["samples"]
     found = alone["sets"]["hard"]["metrics"]["pass@2"]["value"]

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from scripted import Even, Scripted, Watched, evaluator_of
 
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import EvaluationConfig, RolloutCallback
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import SampleCache
+from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.types import EvalSampling, Evaluation, Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt(f"p{index}", (1,) * (index + 1), f"question {index}", str(index)) for index in range(5)]
@@ -61,7 +62,7 @@ def test_what_the_sampling_of_held_out_prompts_leaves_out_is_as_in_training() ->
     training = SamplingConfig(max_tokens=700, temperature=0.9, top_p=0.8, top_k=5, min_p=0.1, stop=("END",))
 
     def resolved(given: EvalSampling | None) -> SamplingConfig:
-        return RolloutCallback([Even()], sampling=training, eval_sampling=given).eval_config.sampling
+        return EvaluationConfig(sampling=given).evaluator(Scorer([Even()]), training).sampling
 
     assert resolved(EvalSampling()) == training
     assert resolved(EvalSampling(temperature=0.6, top_p=0.95)) == replace(training, temperature=0.6, top_p=0.95)
@@ -158,15 +159,15 @@ def test_an_extra_sampling_has_its_own_cache(tmp_path: Path) -> None:
 def test_an_extra_sampling_takes_what_it_leaves_out_from_the_usual_one() -> None:
     training, usual = SamplingConfig(max_tokens=700, stop=("END",)), EvalSampling(max_tokens=900)
     extra = {"card": EvalSampling(temperature=0.6, top_p=0.95), "long": EvalSampling(max_tokens=5000)}
-    config = RolloutCallback([Even()], sampling=training, eval_sampling=usual, extra_eval_sampling=extra).eval_config
+    config = EvaluationConfig(sampling=usual, extra_sampling=extra).evaluator(Scorer([Even()]), training)
     assert config.extra["card"] == SamplingConfig(max_tokens=900, temperature=0.6, top_p=0.95, stop=("END",))
     assert config.extra["long"] == SamplingConfig(max_tokens=5000, stop=("END",))
-    with pytest.raises(UserError, match="extra_eval_sampling needs names of letters, .* got 'a/b'; rename it"):
-        RolloutCallback([Even()], extra_eval_sampling={"a/b": EvalSampling()})
+    with pytest.raises(UserError, match="evaluation.extra_sampling needs names of letters, .* got 'a/b'; rename it"):
+        RolloutCallback([Even()], evaluation=EvaluationConfig(extra_sampling={"a/b": EvalSampling()}))
     for name in ("reward", "best_reward_8", "length_mean"):  # "reward_pass@1" would be the metric of a reward
         with pytest.raises(UserError, match=f"needs names without 'reward' .* got '{name}'; rename it"):
-            RolloutCallback([Even()], extra_eval_sampling={name: EvalSampling()})
-    RolloutCallback([Even()], extra_eval_sampling={"rewarded": EvalSampling()})
+            RolloutCallback([Even()], evaluation=EvaluationConfig(extra_sampling={name: EvalSampling()}))
+    RolloutCallback([Even()], evaluation=EvaluationConfig(extra_sampling={"rewarded": EvalSampling()}))
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, -math.inf])

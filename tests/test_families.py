@@ -38,7 +38,7 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.experts import PackedExperts
 from qerl_pl.policy.lora import FrozenLinear
 from qerl_pl.policy.packed_layers import GatedMLP, PackedAttention
-from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 CPU = torch.device("cpu")

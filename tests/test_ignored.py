@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import yaml
 from cli_helpers import built, saved_config
-from short_run import data, module_of, rollout_of
+from short_run import module_of, rollout_of
 
 from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
 from qerl_pl.algorithm.objectives import Objective
+from qerl_pl.callbacks import EnvironmentConfig
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.datamodules.tables import TableConfig
 from qerl_pl.errors import UserError
-from qerl_pl.modules import QeRLModule
 from qerl_pl.policy.teacher import TeacherConfig
-from qerl_pl.types import SamplingConfig
 
 ROLLOUT = "{class_path: RolloutCallback, init_args: {rewards: {accuracy: GSM8KAnswer}}}"
 QUICK = ("fit", "-c", "quickstart")
@@ -85,7 +84,7 @@ def test_a_listed_rollout_callback_is_complete() -> None:
     ("later", "names"),
     [
         (["{rollout: {rewards: {}}}", "{rollout: {rewards: {mine: MathAnswer}}}"], ["mine"]),
-        (["{rollout: {rewards: {}, environment: qerl_pl.environments.Calculator}}"], []),
+        (["{rollout: {rewards: {}, environment: {factory: qerl_pl.environments.Calculator}}}"], []),
         (["{rollout: {rewards: {mine: MathAnswer}}}"], ["accuracy", "format", "mine"]),
         (
             [
@@ -122,29 +121,21 @@ def test_settings_of_rollouts_are_refused_in_supervised_fine_tuning(words: list[
     built("fit", "-c", "sft", "--completions", "null", "--summary", "null", "--checkpoint.keep", "3")
 
 
-def started(objective: Objective, rollout: dict[str, Any]) -> None:
-    """Check a rollout's settings as the start of a run does."""
-    module = QeRLModule(objective=objective)
-    trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data())
-    rollout_of(**rollout).check_first(trainer, "fit")
-
-
-GDPO = {"multi_objective_aggregation": "normalize_then_sum"}
-
-
 @pytest.mark.parametrize(
-    ("objective", "said"),
+    ("objective", "norm", "said"),
     [
-        (GRPO(advantage_norm="batch"), r"advantage_norm batch \(GRPO\); set it to group"),
-        (DAPO(advantage_norm="maxrl"), r"advantage_norm maxrl \(DAPO\)"),
-        (DrGRPO(), r"advantage_norm none \(DrGRPO\)"),
+        (GRPO, "batch", r"advantage_norm batch \(GRPO\); set it to group"),
+        (DAPO, "maxrl", r"advantage_norm maxrl \(DAPO\)"),
+        (GRPO, "rloo", r"advantage_norm rloo \(GRPO\)"),
+        (GRPO, "none", r"advantage_norm none \(GRPO\)"),
+        (DrGRPO, "none", r"advantage_norm none \(DrGRPO\)"),
     ],
 )
-def test_gdpo_refuses_another_advantage_norm_than_its_own(objective: Objective, said: str) -> None:
-    with pytest.raises(UserError, match=r"^normalize_then_sum \(GDPO\) divides .*; got model.objective." + said):
-        started(objective, GDPO)
-    started(objective, {})
-    started(DrGRPO(advantage_norm="group"), GDPO)
+def test_gdpo_refuses_another_advantage_norm_than_its_own(objective: type[Objective], norm: Any, said: str) -> None:
+    with pytest.raises(UserError, match=r"^normalize_then_sum \(GDPO\) divides .*; got " + said):
+        objective(advantage_norm=norm, multi_objective_aggregation="normalize_then_sum")
+    objective(advantage_norm=norm)
+    objective(advantage_norm="group", multi_objective_aggregation="normalize_then_sum")
 
 
 @pytest.mark.parametrize("objective", [GRPO(beta=0.04), DAPO()])
@@ -193,23 +184,17 @@ def test_a_weight_of_a_set_to_evaluate_on_is_refused(weight: float, others: dict
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_turns": 4}, ["rollout.max_turns has no effect without rollout.environment"]),
-        (
-            {"tool_format": "hermes", "environment_weight": 0.5},
-            ["rollout.tool_format and rollout.environment_weight have"],
-        ),
-        ({"environment_workers": 3}, ["rollout.environment_workers has no effect without rollout.environment"]),
-        (
-            {"tool_time_limit": 5.0, "max_tool_response_tokens": None},
-            ["rollout.max_tool_response_tokens and rollout.to"],
-        ),
-        ({"max_turns": 4, "environment": "qerl_pl.environments.Calculator"}, []),
-        ({"max_turns": 8, "sampling": SamplingConfig(max_tokens=3)}, []),
+        ({"max_turns": 4}, ["rollout.environment.max_turns has no effect without rollout.environment.factory"]),
+        ({"tool_format": "hermes", "weight": 0.5}, ["environment.tool_format and rollout.environment.weight have no"]),
+        ({"workers": 3}, ["rollout.environment.workers has no effect without rollout.environment.factory"]),
+        ({"tool_time_limit": 5.0, "max_tool_response_tokens": None}, ["max_tool_response_tokens and rollout.environ"]),
+        ({"max_turns": 4, "factory": "qerl_pl.environments.Calculator"}, []),
+        ({"max_turns": 8}, []),
     ],
 )
 def test_what_acts_with_another_setting_only_is_named(
     settings: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    rollout_of(**settings).close()
+    rollout_of(environment=EnvironmentConfig(**settings)).close()
     found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True))

@@ -211,7 +211,7 @@ class Failing:
         ("hang", 1, 30.0, 2, None),
         ("error", 99, 0.001, 4, "must not fail in reset; of_row: ConnectionError: away; correct it"),
         ("error", 1, 0.0, 1, "must not fail in reset; of_row: ConnectionError: away; correct it"),
-        ("key", 99, 0.001, 4, "name GAME_KEY in rollout.environment_variables"),
+        ("key", 99, 0.001, 4, "name GAME_KEY in rollout.environment.variables"),
         ("number", 1, 30.0, 1, "reset returns text or None; it returned a value of type int; return one of them"),
     ],
 )

@@ -12,11 +12,11 @@ from short_run import module_of, trainer_of
 from test_dialogue_rollouts import PROMPTS, SAMPLING, Game, Playing, sampler_of
 from test_environment_runs import PATTERN
 
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.environments.sampler import DialogueJob
-from qerl_pl.rollout.experience import pad_routing
+from qerl_pl.rollout.collector import pad_routing
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.types import Completion, DialogueFacts, RolloutRequest
 
@@ -69,8 +69,9 @@ def test_a_run_goes_on_after_long_observations(game_policy_dir: Path, tmp_path: 
             assert [sum(row) == 0 for row in tokens.tolist()] == [prompt in even for prompt in batch.prompts]
             assert self.truncated[-1] >= len(even) / len(batch.prompts)
 
-    sampling = {"group_size": 4, "sampling": SAMPLING, "tool_format": PATTERN, "max_turns": 3}
-    rollout = RolloutCallback({}, TransformersEngine(), environment=WordyGame, **sampling)
+    sampling = {"group_size": 4, "sampling": SAMPLING}
+    environment = EnvironmentConfig(factory=WordyGame, tool_format=PATTERN, max_turns=3)
+    rollout = RolloutCallback({}, TransformersEngine(), environment=environment, **sampling)
     trainer = trainer_of(tmp_path, Measured(), rollout=rollout, noise=False, max_steps=6)
     data = GuessingDataModule(GuessingGame(highest=7, turns=3), train_size=12, batch_size=4, val_size=3)
     module = module_of(game_policy_dir)

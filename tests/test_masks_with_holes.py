@@ -14,7 +14,7 @@ from test_objectives import OBJECTIVES, make_batch
 from qerl_pl.algorithm import DAPO, GRPO
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.algorithm.off_policy import PRESETS
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import EnvironmentConfig
 from qerl_pl.callbacks.evaluation import environment_settings
 from qerl_pl.toy.game import GuessNumber
 
@@ -72,7 +72,8 @@ def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Pa
     callbacks = {one["class_path"].rpartition(".")[2]: one for one in config["trainer"]["callbacks"]}
     callbacks["AdaptiveQuantizationNoise"]["init_args"] = {"stages": 2, "noiseless_first_stage": False}
     rollout = callbacks["RolloutCallback"]["init_args"]
-    rollout |= {"sampling": {"max_tokens": 60}, "accuracy_reward": "environment", "max_turns": 8}
+    rollout |= {"sampling": {"max_tokens": 60}, "accuracy_reward": "environment"}
+    rollout["environment"]["max_turns"] = 8
     rollout["rewards"] = [{"class_path": "qerl_pl.rewards.OverlongPenalty", "init_args": {"max_length": 30}}]
     config["trainer"] |= {"max_steps": 16, "val_check_interval": 2}
     status, output = fit(config)
@@ -95,13 +96,13 @@ def test_an_evaluations_digest_covers_the_environments_settings() -> None:
         (GuessNumber, game),
         (partial(GuessNumber, 3), game),
     ):
-        settings = environment_settings(RolloutCallback([], environment=environment))["environment"]
+        settings = environment_settings(EnvironmentConfig(factory=environment))["environment"]
         assert settings["environment"] == found
 
     def of(**settings: Any) -> dict[str, Any]:
-        return environment_settings(RolloutCallback([], environment="qerl_pl.toy.game.GuessNumber", **settings))
+        return environment_settings(EnvironmentConfig(factory="qerl_pl.toy.game.GuessNumber", **settings))
 
     plain = of(tool_format=PATTERN)
     assert plain["environment"]["environment"] == "qerl_pl.toy.game.GuessNumber"
     assert plain != of(tool_format=PATTERN, max_turns=3) and plain != of()
-    assert plain == of(tool_format=PATTERN, tool_wait=1.0, environment_workers=2, tool_time_limit=1.0)
+    assert plain == of(tool_format=PATTERN, tool_wait=1.0, workers=2, tool_time_limit=1.0)

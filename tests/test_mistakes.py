@@ -180,7 +180,7 @@ def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
 
 
 # A constructor, which the parser calls, and a function of the command line.
-@pytest.mark.parametrize("broken", ["qerl_pl.rollout.collector.check_rewards", "qerl_pl.cli.main.check_devices"])
+@pytest.mark.parametrize("broken", ["qerl_pl.rollout.scoring.check_rewards", "qerl_pl.cli.main.check_devices"])
 def test_what_is_no_mistake_of_the_user_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
 ) -> None:

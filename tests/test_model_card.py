@@ -58,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["fit", "-c", str(folder / "fit.yaml")]) == 0
         sets = json.dumps({"sums": {"path": str(table)}})
         again = ["-c", str(folder / "run" / "config.yaml"), "--resume", "auto", "--report", "{}", "--data.sets", sets]
-        assert main(["test", *again, "--rollout.eval_samples", "2"]) == 0
+        assert main(["test", *again, "--rollout.evaluation.samples", "2"]) == 0
     return folder / "run"
 
 
@@ -171,9 +171,9 @@ SECRET = "hunter2"
         ("rollout.rewards.judge.init_args.url", f"https://judge.example/{SECRET}/v1?key={SECRET}"),
         ("rollout.rewards.judge.init_args.api_key_env", SECRET),
         ("rollout.rewards.mine", {"class_path": "mine.Reward", "init_args": {"weight": SECRET, "token": SECRET}}),
-        ("rollout.environment", {"class_path": "my_env.py:Game", "init_args": {"headers": {"auth": [SECRET]}}}),
-        ("rollout.environment.init_args.init_args", {"api_key": SECRET}),
-        ("rollout.environment.init_args.environment", f"wss://me:{SECRET}@games.example"),
+        ("rollout.environment.factory", {"class_path": "my_env.py:Game", "init_args": {"headers": {"auth": [SECRET]}}}),
+        ("rollout.environment.factory.init_args.init_args", {"api_key": SECRET}),
+        ("rollout.environment.factory.init_args.environment", f"wss://me:{SECRET}@games.example"),
         ("data", {"class_path": "mine.Rows", "init_args": {"password": SECRET}, "dict_kwargs": {"dsn": SECRET}}),
         ("data.init_args.path", f"https://data.example/rows.jsonl?token={SECRET}"),
         ("trainer.logger", {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"entity": SECRET}}),
@@ -191,7 +191,7 @@ def test_secrets_of_a_configuration_are_not_published(keys: str, value: Any) -> 
     config: dict[str, Any] = {
         "model": {},
         "data": table,
-        "rollout": {"rewards": {"judge": judge}, "environment": server},
+        "rollout": {"rewards": {"judge": judge}, "environment": {"factory": server}},
         "trainer": {"logger": True},
     }
     *path, last = keys.split(".")

@@ -9,6 +9,7 @@ from jsonargparse import auto_cli
 from torch import Tensor
 
 from qerl_pl.algorithm import RolloutCorrection
+from qerl_pl.algorithm.advantages import Scores
 from qerl_pl.algorithm.objectives import (
     BNPO,
     CISPO,
@@ -252,9 +253,22 @@ def test_truncated_completions_leave_the_mask_where_asked() -> None:
 
 def test_advantages_follow_the_norm_of_the_objective() -> None:
     rewards = torch.tensor([0.0, 0.0, 0.0, 4.0])
-    assert GRPO().advantages(rewards, 4).tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-3)
-    assert DrGRPO().advantages(rewards, 4).tolist() == [-1.0, -1.0, -1.0, 3.0]
-    assert GRPO(advantage_norm="maxrl").advantages(rewards, 4).tolist() == [-1.0, -1.0, -1.0, 3.0]
+    assert GRPO().advantages(Scores(rewards), 4)[0].tolist() == pytest.approx([-0.5, -0.5, -0.5, 1.5], rel=1e-3)
+    assert DrGRPO().advantages(Scores(rewards), 4)[0].tolist() == [-1.0, -1.0, -1.0, 3.0]
+    assert GRPO(advantage_norm="maxrl").advantages(Scores(rewards), 4)[0].tolist() == [-1.0, -1.0, -1.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "signal"),
+    [("sum_then_normalize", [False, True, False]), ("normalize_then_sum", [False, True, True])],
+)
+def test_a_group_has_a_signal_where_its_rewards_differ_as_they_are_combined(aggregation, signal) -> None:
+    first = torch.tensor([0.5, 0.5, 0.5, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0])
+    second = torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0])
+    scores = Scores(first + 0.5 * second, {"first": first, "second": second}, {"first": 1.0, "second": 0.5})
+    objective = GRPO(multi_objective_aggregation=aggregation)
+    # The last group's totals are 1 everywhere; weighted, the advantages of its rewards cancel but for the epsilon.
+    assert objective.signal(scores, 3).tolist() == objective.advantages(scores, 3)[1].tolist() == signal
 
 
 def test_missing_inputs_are_named() -> None:

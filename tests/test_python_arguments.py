@@ -9,7 +9,8 @@ import datasets
 import pytest
 import torch
 
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
+from qerl_pl.algorithm import GRPO
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, EvaluationConfig, RolloutCallback
 from qerl_pl.datamodules import BigMathDataModule, ConversationDataModule, GSM8KDataModule, TableDataModule
 from qerl_pl.datamodules.tables import TableConfig
 from qerl_pl.errors import UserError
@@ -59,16 +60,24 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: RolloutCallback([Named()], sampling=EvalSampling()),
         "rollout.sampling must be of SamplingConfig; got Eval",
     ),
-    (lambda: RolloutCallback([Named()], eval_sampling={"top_p": 1}), "rollout.eval_sampling must be of EvalSampling;"),
+    (lambda: EvaluationConfig(sampling={"top_p": 1}), "rollout.evaluation.sampling must be of EvalSampling;"),
     (
-        lambda: RolloutCallback([Named()], extra_eval_sampling={"a": {}}),
-        "rollout.extra_eval_sampling.a must be of Eval",
+        lambda: RolloutCallback([Named()], environment=Named),
+        "rollout.environment must be of EnvironmentConfig;",
     ),
     (
-        lambda: RolloutCallback([Named()], extra_eval_sampling=[EvalSampling()]),
-        "rollout.extra_eval_sampling must be of",
+        lambda: RolloutCallback([Named()], evaluation=4),
+        "rollout.evaluation must be of EvaluationConfig; got 4;",
     ),
-    (lambda: RolloutCallback([Named()], multi_objective_aggregation="sum"), "aggregation must be one of sum_then_n"),
+    (
+        lambda: EvaluationConfig(extra_sampling={"a": {}}),
+        "rollout.evaluation.extra_sampling.a must be of Eval",
+    ),
+    (
+        lambda: EvaluationConfig(extra_sampling=[EvalSampling()]),
+        "rollout.evaluation.extra_sampling must be of",
+    ),
+    (lambda: GRPO(multi_objective_aggregation="sum"), "aggregation must be one of sum_then_n"),
     (lambda: SamplingConfig(max_tokens="8"), "sampling.max_tokens must be at least 1; got 8"),
     (lambda: SamplingConfig(temperature=None), "sampling.temperature must be 0 or a number .*; got None"),
     (lambda: TableDataModule(None), "data.path must be a file, a folder, a hub name or rows; got a NoneType;"),

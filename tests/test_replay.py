@@ -19,7 +19,7 @@ from tiny_families import STORED, write_checkpoint
 from torch import Tensor
 
 from benchmarks.random_model import noisy_norms
-from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
@@ -29,7 +29,7 @@ from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.policy.experts import PackedExperts
-from qerl_pl.rollout.experience import pad_completions, pad_routing
+from qerl_pl.rollout.collector import pad_completions, pad_routing
 from qerl_pl.toy.game import GuessingGame
 from qerl_pl.types import Completion, PromptBatch, SamplingConfig
 
@@ -241,9 +241,7 @@ def test_the_routing_of_a_dialogue_is_that_of_all_its_tokens(base: Path, tmp_pat
         engine,
         group_size=6,
         sampling=SamplingConfig(max_tokens=120),
-        environment=Echo,
-        max_turns=3,
-        max_turn_tokens=30,
+        environment=EnvironmentConfig(factory=Echo, max_turns=3, max_turn_tokens=30),
     )
     trainer = trainer_of(tmp_path, watched, rollout=rollout, noise=False, max_steps=2)
     data = GuessingDataModule(

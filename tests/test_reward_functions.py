@@ -396,12 +396,12 @@ def test_functions_and_weights_in_a_configuration(module: Path) -> None:
         "    shout:\n"
         "      class_path: RewardFunction\n"
         f"      init_args: {{function: '{module}:shout', weight: 0.25}}\n"
-        "  multi_objective_aggregation: normalize_then_sum\n"
+        "model: {objective: {init_args: {multi_objective_aggregation: normalize_then_sum}}}\n"
     )
     settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(config))
-    rewards = {reward.name: reward for reward in settings.rollout.config.rewards}
+    rewards = {reward.name: reward for reward in settings.rollout.scorer.rewards}
     assert {name: reward.weight for name, reward in rewards.items()} == {"accuracy": 1, "format": 0.1, "shout": 0.25}
-    assert settings.rollout.config.multi_objective_aggregation == "normalize_then_sum"
+    assert settings.model.objective.multi_objective_aggregation == "normalize_then_sum"
     scored = score([rewards["accuracy"], rewards["shout"]], [sample("IV", reference="IV"), sample("x")])
     assert scored.total.tolist() == [1.25, 0.0]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from rank_helpers import on_ranks
-from scripted import PROMPTS, Scripted, Watched, Words, config_of
+from scripted import PROMPTS, Scripted, Words, config_of
 from short_run import data, module_of, trainer_of
 
 from qerl_pl.algorithm import DrGRPO
@@ -109,11 +109,9 @@ def test_a_metric_is_the_mean_over_a_rollout_on_however_many_ranks(size: int) ->
         return [float(len(text)) for text in completions]
 
     def work(ranks: Communicator) -> Any:
-        policy, config = Watched(), config_of(rewards=[RewardFunction(lengths)])
+        config = config_of(rewards=[RewardFunction(lengths)])
         collector = Collector(config, Scripted(), Words(), DrGRPO(), seed=7, ranks=ranks)
-        return [
-            collector.collect(batch, policy.weights(turn), policy) for turn, batch in enumerate((PROMPTS, PROMPTS[:1]))
-        ]
+        return [collector.collect(batch, turn) for turn, batch in enumerate((PROMPTS, PROMPTS[:1]))]
 
     for found in [work(SINGLE_PROCESS)] if size == 1 else on_ranks(size, work):
         for experience in found:  # in the second, all but one rank have no prompts

@@ -12,11 +12,11 @@ from fit_helpers import Vowels
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from rank_helpers import on_ranks
-from scripted import PROMPTS, Scripted, Watched, Words, config_of, evaluator_of
+from scripted import PROMPTS, SAMPLING, Scripted, Watched, Words, config_of, evaluator_of
 from short_run import data, module_of, rollout_of, trainer_of
 
 from qerl_pl.algorithm import GRPO, DrGRPO, NoiseSchedule, NormNoise
-from qerl_pl.callbacks import AdaptiveQuantizationNoise, ResumeCheckpoint, RolloutCallback
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, EvaluationConfig, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine
@@ -29,6 +29,7 @@ from qerl_pl.rewards import Format, GSM8KAnswer, MathAnswer
 from qerl_pl.rollout.collector import Collector, CollectorConfig
 from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.runtime.communicator import Communicator
+from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.task import ArithmeticTask
 from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
 
@@ -302,7 +303,9 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
         module_of(Path("nowhere")),
         SimpleNamespace(callbacks=[], datamodule=TwoSets(), lightning_module=None, sanity_checking=False),
     )
-    callback._collector = Collector(config_of(resample_rounds=1), Scripted(), Words(), DrGRPO(), seed=7)  # type: ignore
+    engine: Any = Scripted()
+    callback.engine, callback.check_every = engine, 3
+    callback._collector = Collector(config_of(resample_rounds=1), engine, Words(), DrGRPO(), seed=7)  # type: ignore
     callback._evaluator = evaluator_of(Scripted())
     callback._launch = lambda *_: None  # type: ignore[method-assign]
     callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
@@ -370,6 +373,57 @@ def test_a_batch_is_sampled_by_the_policy_as_it_is(scripted: tuple[RolloutCallba
     assert dropped > 0 and trainer.datamodule.asked == (("resample", 4, 0), dropped, set(ids))
 
 
+def test_the_engine_is_woken_checked_synced_asked_and_put_to_sleep(
+    scripted: tuple[RolloutCallback, QeRLModule, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callback, module, trainer = scripted
+    engine, policy, checked, clock = callback.engine, module.policy, [], SimpleNamespace(now=0.0)
+
+    def takes(seconds: int, method: Any) -> Any:
+        def slow(*given: Any) -> Any:
+            clock.now += seconds
+            return method(*given)
+
+        return slow
+
+    callback.config = callback.collector.config = config_of()
+    for name, seconds in (("wake", 1), ("sync", 2), ("generate", 4), ("sleep", 8)):
+        monkeypatch.setattr(engine, name, takes(seconds, getattr(engine, name)))
+    monkeypatch.setattr("qerl_pl.rollout.metrics.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for version in range(8):
+        module.policy_version, batch = version, PromptBatch(PROMPTS[:3], noise=NormNoise(0.01, 7, version))
+        engine.calls.clear()
+        policy.probes.clear()
+        callback.on_train_batch_start(trainer, module, batch, 0)
+        checked.append(bool(policy.probes))
+        ids = [prompt.token_ids for prompt in PROMPTS[:3]]
+        rollout = [("sync", version, True), ("generate", ids, SAMPLING), "sleep"]
+        greedy = ("generate", ids[:2], SamplingConfig(max_tokens=3, temperature=0.0))
+        check = [("sync", version, True), greedy, ("sync", version, False), greedy] * 2
+        assert engine.calls == ["wake", *(check if checked[-1] else []), *rollout]
+        assert policy.probes == [stream_seed(module.seed, "probe", version)] * checked[-1]
+        found = batch.experience
+        assert found is not None and (found.metrics["aqn/sigma"], found.metrics["aqn/measured_std"]) == (0.01, 0.125)
+        times = {name[5:-2]: value for name, value in found.metrics.items() if name.startswith("time/")}
+        spent = 24 * checked[-1]  # two checks of two syncs and two generations
+        assert times == {"check": spent, "wait": 0, "sync": 2, "rollout": 4, "reward": 0, "sleep": 9}
+        assert found.seconds == 15 + spent
+    assert checked == [True, True, False, True, False, False, True, False]
+    callback.on_train_batch_start(trainer, module, plain := PromptBatch(PROMPTS[:3]), 0)
+    assert plain.experience is not None
+    assert found.metrics.keys() - plain.experience.metrics.keys() == {"aqn/sigma", "aqn/measured_std"}
+
+
+@pytest.mark.parametrize("engine", [Scripted(error=0.3), Scripted(lost=True)])
+def test_a_rollout_stops_where_engine_and_policy_disagree(
+    engine: Any, scripted: tuple[RolloutCallback, QeRLModule, Any]
+) -> None:
+    callback, module, trainer = scripted
+    callback.engine = engine
+    with pytest.raises(UserError, match="engine and trainer must agree within 0.25 nats"):
+        callback.on_train_batch_start(trainer, module, PromptBatch(PROMPTS[:3]), 0)
+
+
 def test_ranks_that_read_other_files_are_refused(
     scripted: tuple[RolloutCallback, QeRLModule, Any], tmp_path: Path
 ) -> None:
@@ -403,14 +457,18 @@ def test_settings_by_default() -> None:
     callback = RolloutCallback([Vowels()])
     config = callback.config
     assert isinstance(callback.engine, TransformersEngine) and config.sampling == SamplingConfig()
-    found = (config.group_size, config.resample_rounds, config.check_every, config.accuracy_reward)
-    assert found == (8, 0, 50, None) and config.mismatch_bound == 0.25
-    assert callback.eval_config == EvaluatorConfig(config.rewards, SamplingConfig())
+    found = (config.group_size, config.resample_rounds, callback.check_every, callback.scorer.accuracy.name)
+    assert found == (8, 0, 50, "vowels") and callback.mismatch_bound == 0.25
+    assert config.scorer is callback.scorer and callback.eval_config == EvaluatorConfig(config.scorer, SamplingConfig())
     rewards, sampling = [Vowels()], SamplingConfig(max_tokens=3)
     held_out = EvalSampling(max_tokens=2, temperature=0.5)
-    given = RolloutCallback(rewards, None, 3, sampling, 4, 5, 0.5, 6, Vowels.name, held_out, 9)
-    assert given.config == CollectorConfig(rewards, 3, sampling, 4, 0.5, 6, Vowels.name)
-    assert given.eval_config == EvaluatorConfig(rewards, SamplingConfig(2, 0.5), 5, 9, Vowels.name)
+    evaluation = EvaluationConfig(5, held_out, 9)
+    given = RolloutCallback(rewards, None, 3, sampling, 4, 0.5, 6, Vowels.name, evaluation=evaluation)
+    assert given.scorer.rewards == rewards and given.config == CollectorConfig(given.scorer, 3, sampling, 4)
+    assert (given.mismatch_bound, given.check_every) == (0.5, 6)
+    assert given.eval_config == EvaluatorConfig(given.scorer, SamplingConfig(2, 0.5), 5, 9)
+    with pytest.raises(UserError, match="check_every .*got 0"):
+        rollout_of(check_every=0)
 
 
 @pytest.mark.parametrize(("bound", "warned"), [(0.25, False), (0.2, True)])

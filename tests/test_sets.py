@@ -18,7 +18,7 @@ from short_run import module_of, rollout_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
-from qerl_pl.callbacks import Monitor, RolloutCallback, RunSummary
+from qerl_pl.callbacks import EvaluationConfig, Monitor, RolloutCallback, RunSummary
 from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule, PromptDataModule, Row, TableConfig
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.errors import UserError
@@ -174,7 +174,9 @@ def test_a_misspelt_metric_of_a_validation_is_refused_before_anything_starts(
     sets: tuple[str, ...], monitor: str, nearest: str, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     kind: Any = EarlyStopping if "cold" in monitor else ModelCheckpoint
-    rollout = rollout_of(Unlaunched(), eval_samples=4, extra_eval_sampling={"cold": EvalSampling(temperature=0.5)})
+    rollout = rollout_of(
+        Unlaunched(), evaluation=EvaluationConfig(4, extra_sampling={"cold": EvalSampling(temperature=0.5)})
+    )
     trainer = trainer_of(tmp_path, kind(monitor=monitor), rollout=rollout, noise=False)
     data = Sets(dict.fromkeys(sets, 2)) if sets[1:] else ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
     said = rf"^a monitored metric must be logged; {kind.__name__} monitors {monitor}, and validations log .*{nearest}"

@@ -12,7 +12,7 @@ from qerl_pl.chat.continuation import ChatContinuation
 from qerl_pl.chat.template import render_prompt
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.rewards import Format, GSM8KAnswer
-from qerl_pl.rollout.experience import score_groups
+from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.toy.tokenizer import EOS, PAD, TAGS, build_tokenizer
 from qerl_pl.types import Completion, Prompt
 
@@ -38,8 +38,8 @@ def test_rewards_see_all_tokens_but_end_and_padding(name: str, special: bool) ->
     ids = tuple(tokenizer(sampled)["input_ids"])
     completion = Completion(ids, (0.0,) * len(ids), "stop")
     ends = [tokenizer.convert_tokens_to_ids("<|done|>")]
-    (group,) = score_groups(
-        [Format(), GSM8KAnswer()], tokenizer, [Prompt("p", (1,), "2+2?", "4")], [[completion]], ends
+    (group,) = Scorer([Format(), GSM8KAnswer()]).score(
+        tokenizer, [Prompt("p", (1,), "2+2?", "4")], [[completion]], ends
     )
     assert group.texts == [text]
     complete = text.startswith("<think>")
@@ -53,7 +53,7 @@ def test_texts_keep_their_spaces(text: str) -> None:
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     ids = tuple(tokenizer(text)["input_ids"])
     assert tokenizer.decode(ids) != text  # what the tokenizer's own setting would do
-    (group,) = score_groups([Format()], tokenizer, [Prompt("p", (1,), "?", "4")], [[Completion(ids, (), "stop")]])
+    (group,) = Scorer([Format()]).score(tokenizer, [Prompt("p", (1,), "?", "4")], [[Completion(ids, (), "stop")]])
     assert group.texts == [text]
     assert ChatContinuation(tokenizer, []).text(ids) == text
 

@@ -85,7 +85,7 @@ def test_auto_chooses_by_the_template() -> None:
 @pytest.mark.parametrize(
     ("name", "template", "error"),
     [
-        ("auto", "{{ messages }}", "this template has neither; set rollout.tool_format"),
+        ("auto", "{{ messages }}", "this template has neither; set it to one"),
         ("auto", "<tool_call>\n<function=add>\n<parameter=a>", "this template has neither"),  # XML is not Hermes'
         ("hermes2", "", "names the tool by a group called name; 'hermes2' has none"),
         ("(", "", "auto, hermes, llama3_json or a regular expression"),

@@ -80,7 +80,7 @@ ROOMS = {
         (
             "qerl_pl/rollout/parity_check.py",
             "qerl_pl/rollout/collector.py",
-            "qerl_pl/rollout/experience.py",
+            "qerl_pl/rollout/scoring.py",
             "qerl_pl/evaluation/evaluator.py",
         ),
         ("collecting", "collecting_ranks", "parity_check", "evaluator"),

@@ -1,9 +1,10 @@
-"""Group-relative advantages, and the choice of informative groups.
+"""Group-relative advantages.
 
 Rewards are [B] with the G completions of each prompt next to each other, so that B = prompts * G.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -12,12 +13,44 @@ from torch import Tensor
 from qerl_pl.errors import UserError
 
 AdvantageNorm = Literal["group", "batch", "none", "rloo", "maxrl"]
+MultiObjectiveAggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 STD_EPSILON = 1e-4
 """Added to the standard deviation, which is tiny in a group whose rewards almost agree."""
 
 CANCELLED = 1e-5
 """Share of the size of its terms below which a sum is rounding."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of B completions, the G of each prompt next to each other; NaN where none applies."""
+
+    total: Tensor
+    """Weighted sums, [B]."""
+    rewards: Mapping[str, Tensor] = field(default_factory=dict)
+    """Each reward before its weight, [B], by name."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Factor of each reward, by name."""
+
+
+def batch_advantages(
+    scores: Scores, group_size: int, normalize: AdvantageNorm, aggregation: MultiObjectiveAggregation
+) -> tuple[Tensor, Tensor]:
+    """Advantages [B], of the summed rewards or GDPO's, and `groups_with_signal`; errors as `group_advantages`."""
+    if aggregation == "normalize_then_sum":
+        advantages = normalized_then_summed(scores.rewards, scores.weights, group_size)
+    else:
+        advantages = group_advantages(scores.total, group_size, normalize)
+    return advantages, groups_with_signal(scores, group_size, aggregation)
+
+
+def groups_with_signal(scores: Scores, group_size: int, aggregation: MultiObjectiveAggregation) -> Tensor:
+    """Whether the rewards of each group, as the advantages combine them, differ: bool [B / G]."""
+    combined = scores.total
+    if aggregation == "normalize_then_sum":
+        combined = summed_group_advantages(scores.rewards, scores.weights, group_size)
+    return have_differences(grouped(combined, group_size))
 
 
 def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm) -> Tensor:
@@ -39,7 +72,7 @@ def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm)
     Raises:
         UserError: G < 2, or G does not divide B; or for "maxrl", a reward is negative.
     """
-    groups = _grouped(rewards, group_size)
+    groups = grouped(rewards, group_size)
     if normalize == "maxrl" and (groups < 0).any():
         raise UserError(
             "advantage_norm maxrl divides by the mean reward of a group, so rewards must be at least 0; got "
@@ -100,7 +133,7 @@ def summed_group_advantages(rewards: Mapping[str, Tensor], weights: Mapping[str,
     summed, size = torch.zeros_like(terms[0]), torch.zeros_like(terms[0])
     for term in terms:
         summed, size = summed + term, size + term.abs()
-    largest, scale = (_grouped(values, group_size).amax(dim=1) for values in (summed.abs(), size))
+    largest, scale = (grouped(values, group_size).amax(dim=1) for values in (summed.abs(), size))
     cancelled = (largest <= CANCELLED * scale).repeat_interleave(group_size)
     weighted = [values for name, values in rewards.items() if weights[name]] or list(rewards.values())
     applies = torch.stack([~values.isnan() for values in weighted]).any(dim=0)
@@ -131,26 +164,12 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
     return torch.where(applies, (summed - values.mean()) / (values.std() + STD_EPSILON), 0.0)
 
 
-def informative_groups(rewards: Tensor, correct: Tensor, group_size: int) -> Tensor:
-    """Groups that dynamic sampling trains on: 0 < right answers < G (DAPO, arXiv 2503.14476, eq. 11).
-
-    A group whose rewards, as the advantages combine them, are all equal has no advantages and is dropped too.
-
-    Args:
-        rewards: Weighted sums [B], of GDPO those of `summed_group_advantages`; NaN does not count.
-        correct: Whether each answer is right, [B]; NaN where that is unknown, which counts as neither.
-        group_size: G.
-
-    Returns:
-        bool [B / G].
+def grouped(rewards: Tensor, group_size: int) -> Tensor:
+    """Rewards [B] as [B / G, G], floating point.
 
     Raises:
         UserError: G < 2, or G does not divide B.
     """
-    return have_differences(_grouped(correct, group_size)) & have_differences(_grouped(rewards, group_size))
-
-
-def _grouped(rewards: Tensor, group_size: int) -> Tensor:
     if group_size < 2:
         raise UserError(
             "Advantages compare the completions of one prompt, so a group needs at least 2; got group size "

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from qerl_pl.algorithm import losses
-from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages
+from qerl_pl.algorithm.advantages import (
+    AdvantageNorm,
+    MultiObjectiveAggregation,
+    Scores,
+    batch_advantages,
+    groups_with_signal,
+)
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
 from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection, correction_weights, named_correction
 from qerl_pl.errors import UserError, require_one_of
@@ -86,6 +92,8 @@ class Objective(ABC):
         distillation_divergence: How the reverse KL divergence to the teacher is computed: sampled_token estimates it by
             the sampled token, as an advantage; full_vocabulary sums over all tokens, without variance from sampling
             them, and adds it to the loss in place of the advantage, neither clipped nor with importance weights.
+        multi_objective_aggregation: `sum_then_normalize` computes advantages of the rewards' weighted sum.
+            `normalize_then_sum` (GDPO) normalizes each reward within its group, sums, and normalizes over the batch.
 
     Raises:
         UserError: A number is outside its range, a choice is unknown, or the objective has no ratio clip for `delta`.
@@ -102,6 +110,7 @@ class Objective(ABC):
     correction: RolloutCorrection | str = "token_tis"  # jsonargparse tells the first type's error
     delta: float | None = None
     distillation_divergence: Divergence = "sampled_token"
+    multi_objective_aggregation: MultiObjectiveAggregation = "sum_then_normalize"
 
     clips_ratio = True
     """Whether the surrogate is `clipped_surrogate`, for which `delta` is."""
@@ -124,6 +133,14 @@ class Objective(ABC):
         require_one_of(get_args(KLEstimator), "kl_estimator", self.kl_estimator)
         require_one_of(get_args(AdvantageNorm), "advantage_norm", self.advantage_norm)
         require_one_of(get_args(Divergence), "distillation_divergence", self.distillation_divergence)
+        aggregations = get_args(MultiObjectiveAggregation)
+        require_one_of(aggregations, "multi_objective_aggregation", self.multi_objective_aggregation)
+        if self.multi_objective_aggregation == "normalize_then_sum" and self.advantage_norm != "group":
+            raise UserError(
+                "normalize_then_sum (GDPO) divides each reward by its group's standard deviation; got advantage_norm "
+                f"{self.advantage_norm} ({type(self).__name__}); set it to group, or multi_objective_aggregation to "
+                "sum_then_normalize"
+            )
         if self.distillation_divergence != "sampled_token" and not self.needs_teacher:
             raise UserError(
                 f"distillation_divergence {self.distillation_divergence} needs a distillation_coefficient above 0; got "
@@ -160,9 +177,13 @@ class Objective(ABC):
         """Whether the loss needs `LossInputs.teacher_kl`, with its gradient."""
         return self.needs_teacher and self.distillation_divergence == "full_vocabulary"
 
-    def advantages(self, rewards: Tensor, group_size: int) -> Tensor:
-        """Advantages [B] of rewards [B], see `qerl_pl.algorithm.advantages.group_advantages`."""
-        return group_advantages(rewards, group_size, self.advantage_norm)
+    def advantages(self, scores: Scores, group_size: int) -> tuple[Tensor, Tensor]:
+        """Advantages [B], see `qerl_pl.algorithm.advantages.batch_advantages`, and each group's `signal`."""
+        return batch_advantages(scores, group_size, self.advantage_norm, self.multi_objective_aggregation)
+
+    def signal(self, scores: Scores, group_size: int) -> Tensor:
+        """Whether the rewards of each group, as the advantages combine them, differ: bool [B / G]."""
+        return groups_with_signal(scores, group_size, self.multi_objective_aggregation)
 
     def training_mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
         """Tokens that train, bool [B, T]: `mask` without truncated completions (bool [B]) if these are masked."""

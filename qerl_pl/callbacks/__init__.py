@@ -7,12 +7,15 @@ from qerl_pl.callbacks.monitor import Monitor
 from qerl_pl.callbacks.progress import RolloutLines, RunBar
 from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
+from qerl_pl.callbacks.rollout_settings import EnvironmentConfig, EvaluationConfig
 from qerl_pl.callbacks.summary import RunSummary
 from qerl_pl.errors import Preempted
 
 __all__ = [
     "AdaptiveQuantizationNoise",
     "CompletionLog",
+    "EnvironmentConfig",
+    "EvaluationConfig",
     "EvaluationReport",
     "Monitor",
     "Preempted",

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from qerl_pl.callbacks.loggers import adapters
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
-from qerl_pl.rollout.experience import without_none
+from qerl_pl.rollout.scoring import without_none
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.types import CompletionRecord, PromptBatch
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from qerl_pl.callbacks.loggers import adapters
 from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
+from qerl_pl.callbacks.rollout_settings import EnvironmentConfig
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
@@ -332,12 +333,12 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
         **engine_settings(rollout.engine),
         "seed": module.seed,
         "sampling": asdict(config.sampling),
-        "rewards": [_reward_settings(reward) for reward in config.rewards],
-        "accuracy_reward": rollout.evaluator.accuracy_reward.name,
+        "rewards": [_reward_settings(reward) for reward in config.scorer.rewards],
+        "accuracy_reward": config.scorer.accuracy.name,
         "system_prompt": data.system_prompt,
         "chat_template": _sha256(str(module.tokenizer.chat_template).encode()),
         "chat_template_kwargs": data.chat_template_kwargs,
-        **environment_settings(rollout),
+        **environment_settings(rollout.environment),
     }
 
 
@@ -347,13 +348,13 @@ def engine_settings(engine: RolloutEngine) -> dict[str, str]:
     return {"engine": type(engine).__name__, **rounded}
 
 
-def environment_settings(rollout: RolloutCallback) -> dict[str, Any]:
+def environment_settings(config: EnvironmentConfig) -> dict[str, Any]:
     """Settings of the environment that samples depend on; empty without an environment."""
-    if rollout.environment is None:
+    if config.factory is None:
         return {}
-    dialogues = asdict(rollout.dialogue_config)
-    del dialogues["tool_wait"], dialogues["workers"]
-    return {"environment": _plain({"environment": rollout.environment, **dialogues})}
+    names = ("tool_format", "max_turns", "max_turn_tokens", "max_tool_response_tokens")
+    settings = {name: getattr(config, name) for name in names}
+    return {"environment": _plain({"environment": config.factory, **settings})}
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:

@@ -1,20 +1,25 @@
 """The rollout callback: samples and scores each batch before the step, training and evaluation alike."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.callbacks.rollout_checks import check_types, warn_of_filters, warn_of_opened_tags
+from qerl_pl.callbacks.rollout_settings import (
+    EnvironmentConfig,
+    EvaluationConfig,
+    check_types,
+    warn_of_filters,
+    warn_of_opened_tags,
+)
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
-from qerl_pl.environments.pool import EnvironmentPool
-from qerl_pl.environments.sampler import DialogueConfig, DialogueSampler
-from qerl_pl.errors import UserError, require_one_of
-from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
+from qerl_pl.environments.sampler import DialogueSampler
+from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.evaluation.evaluator import Evaluator
 from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
@@ -26,11 +31,15 @@ from qerl_pl.rewards import (
     functions_among,
     with_environment_reward,
 )
-from qerl_pl.rollout.collector import Aggregation, Collector, CollectorConfig
-from qerl_pl.runtime.checks import SamplingCallback, check_monitors, no_sampling_callback, warn_of_unused
+from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rollout.metrics import slowest_seconds, timed
+from qerl_pl.rollout.parity_check import check_logprob_parity
+from qerl_pl.rollout.scoring import Scorer
+from qerl_pl.runtime.checks import SamplingCallback, check_monitors, no_sampling_callback
 from qerl_pl.runtime.machine import let_waiting_threads_sleep
 from qerl_pl.runtime.strategy import communicator_of
-from qerl_pl.types import EvalSampling, PromptBatch, SamplingConfig
+from qerl_pl.seeds import stream_seed
+from qerl_pl.types import Prompt, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +48,6 @@ PROMPTS_KEY = "qerl_prompts"
 
 REJECTED_WARNING = 0.5
 """Share of rejected tokens above which the log warns."""
-
-POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-"""Default sampling of held-out prompts: without filters, with training's token limit and stop strings."""
 
 
 class RolloutCallback(Callback, SamplingCallback):
@@ -56,47 +62,19 @@ class RolloutCallback(Callback, SamplingCallback):
         engine: Rollout engine.
         group_size: Completions a prompt (G), at least 2.
         sampling: Sampling parameters of training completions. Evaluation samples greedily and at temperature 1, with
-            the same token limit and stop strings, unless `eval_sampling` is set.
+            the same token limit and stop strings, unless `evaluation.sampling` is set.
         resample_rounds: Dynamic sampling (DAPO): groups whose answers are all right or all wrong by `accuracy_reward`
             are dropped, as are groups of equal totals, and other prompts are sampled instead, up to this many times.
             What is still missing then is left out, so that a rollout may train on fewer groups or none. 0 drops
             nothing.
-        eval_samples: Samples a held-out prompt beside the greedy one, for pass@k and maj@k with k up to this number.
         mismatch_bound: Largest difference of engine and trainer, in nats a token: a larger one stops the run in the
             log-probability parity check (without noise, at the first rollout, after the first sleep, and then every
             `check_every` rollouts), and logs a warning in training (with noise).
         check_every: Rollouts between parity checks.
         accuracy_reward: Name of the reward whose value above 0.5 means that a completion is right; null takes the first
             reward.
-        eval_sampling: Sampling parameters of held-out prompts; missing keys are those of `sampling`. The greedy sample
-            has its token limit and stop strings too. null takes temperature 1 without filters, and the token limit and
-            stop strings of `sampling`.
-        eval_batch: Most completions of held-out prompts in one call of the engine; null passes a batch of prompts at
-            once.
-        extra_eval_sampling: More sampling parameters of held-out prompts, by name, each for `eval_samples` further
-            samples in the same evaluation, such as `{card: {temperature: 0.6, top_p: 0.95}}`; missing keys are those
-            of `eval_sampling`. Their metrics have the name in front, as in `val/card_pass@1`.
-        multi_objective_aggregation: `sum_then_normalize` computes advantages of the rewards' weighted sum.
-            `normalize_then_sum` (GDPO) normalizes each reward within its group, sums, and normalizes over the batch.
-        environment: Environment of each completion, which then is a dialogue: a class that keeps to TRL's contract, or
-            a function from a row to such an object, by name (`my_games.Guess`, `my_games.py:Guess`) or as
-            `{class_path: ..., init_args: ...}`. `sampling.max_tokens` then bounds the tokens after the prompt, the
-            environment's included. null samples one turn.
-        environment_weight: Weight of the environment's own reward (`get_reward`), named `environment`. `rewards` may
-            then be empty.
-        tool_format: How the policy writes tool calls: `hermes` (also Qwen 2.5 and 3), `llama3_json`, or a regular
-            expression with the group `name`, and `arguments` (JSON) or a group for each argument. auto chooses by the
-            chat template.
-        max_turns: Most turns of a dialogue.
-        max_turn_tokens: Most tokens of a turn; null takes what is left of the dialogue.
-        max_tool_response_tokens: Limit of tokens of an environment's answer, longer ones are cut; null does not cut.
-        tool_time_limit: Seconds after which a tool, a step, `reset` or `get_reward` is ended.
-        tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
-            not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
-        environment_workers: Most environments that are open at once, each in its process.
-        environment_variables: Names of variables that environments' processes get, such as that of an API key. They
-            inherit few others, and no tokens.
-        reset_patience: Seconds for which a `reset` that fails is repeated, at least three times; 0 repeats none.
+        environment: Environment of each completion, which then is a dialogue.
+        evaluation: Settings of validation and test alone.
     """
 
     def __init__(
@@ -106,67 +84,31 @@ class RolloutCallback(Callback, SamplingCallback):
         group_size: int = 8,
         sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
         resample_rounds: int = 0,
-        eval_samples: int = 1,
         mismatch_bound: float = 0.25,
         check_every: int = 50,
         accuracy_reward: str | None = None,
-        eval_sampling: EvalSampling | None = None,
-        eval_batch: int | None = None,
-        multi_objective_aggregation: Aggregation = "sum_then_normalize",
-        extra_eval_sampling: dict[str, EvalSampling] | None = None,
-        environment: str | dict[str, Any] | Callable[..., Any] | None = None,
-        environment_weight: float = 1.0,
-        tool_format: str = "auto",
-        max_turns: int = 8,
-        max_turn_tokens: int | None = None,
-        max_tool_response_tokens: int | None = 256,
-        tool_time_limit: float = 30.0,
-        tool_wait: float = 10.0,
-        environment_workers: int = 256,
-        environment_variables: list[str] | None = None,
-        reset_patience: float = 300.0,
+        environment: EnvironmentConfig = EnvironmentConfig(),  # noqa: B008
+        evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     ) -> None:
-        check_types(engine, sampling, eval_sampling, extra_eval_sampling)
-        require_one_of(get_args(Aggregation), "rollout.multi_objective_aggregation", multi_objective_aggregation)
-        scored_by = with_environment_reward(as_rewards(rewards), environment is not None, environment_weight)
+        check_types(engine, sampling, environment, evaluation)
+        require_at_least(1, {"check_every": check_every})
+        has_environment = environment.factory is not None
+        listed = with_environment_reward(as_rewards(rewards), has_environment, environment.weight)
+        self.scorer = Scorer(listed, accuracy_reward)
+        self.mismatch_bound = mismatch_bound
+        self.check_every = check_every
         self.environment = environment
-        self.dialogue_config = DialogueConfig(
-            tool_format, max_turns, max_turn_tokens, max_tool_response_tokens, tool_wait, environment_workers
-        )
-        self._pool: EnvironmentPool | None = None
-        if environment is None:
-            of_dialogues = asdict(self.dialogue_config) | {"environment_workers": environment_workers}
-            of_dialogues |= {"environment_weight": environment_weight, "tool_time_limit": tool_time_limit}
-            of_dialogues |= {"environment_variables": environment_variables, "reset_patience": reset_patience}
-            del of_dialogues["workers"]
-            warn_of_unused(RolloutCallback, "rollout", "rollout.environment", of_dialogues)
-        else:
-            self._pool = EnvironmentPool(
-                environment,
-                tool_time_limit,
-                environment_workers,
-                variables=environment_variables or (),
-                patience=reset_patience,
-            )
+        self._pool = environment.pool()
         self._dialogues: DialogueSampler | None = None
-        self.config = CollectorConfig(
-            scored_by,
-            group_size,
-            sampling,
-            resample_rounds,
-            mismatch_bound,
-            check_every,
-            accuracy_reward,
-            multi_objective_aggregation,
-        )
-        held_out = (eval_sampling or POLICY_DISTRIBUTION).over(sampling)
-        extra = {name: given.over(held_out) for name, given in (extra_eval_sampling or {}).items()}
-        self.eval_config = EvaluatorConfig(scored_by, held_out, eval_samples, eval_batch, accuracy_reward, extra)
+        self.config = CollectorConfig(self.scorer, group_size, sampling, resample_rounds)
+        self.eval_config = evaluation.evaluator(self.scorer, sampling)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._launched = False
         self._collector: Collector | None = None
         self._evaluator: Evaluator | None = None
         self._expected_lengths: dict[str, float] = {}
+        self._rollouts = 0
+        """Since the engine started."""
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -195,13 +137,12 @@ class RolloutCallback(Callback, SamplingCallback):
         module, data = _module(trainer.lightning_module), _data(trainer)
         positions = module.policy_config.positions()
         if stage == "fit":
-            self.config.check_objective(module.objective)
             module.update.check_divides(data.batch_size * self.config.group_size)
         if positions is not None and self.longest(data) > positions:
             raise UserError(
                 f"prompt and completion must fit the model's {positions} positions; got {self.longest(data)} "
-                "(data.max_prompt_tokens and the largest max_tokens of sampling, eval_sampling and "
-                "extra_eval_sampling); lower them"
+                "(data.max_prompt_tokens and the largest max_tokens of sampling, evaluation.sampling and "
+                "evaluation.extra_sampling); lower them"
             )
 
     def open_environments(self, trainer: Trainer) -> Sequence[Mapping[str, Any]]:
@@ -210,7 +151,7 @@ class RolloutCallback(Callback, SamplingCallback):
         if self._pool is None:
             return ()
         self._dialogues = DialogueSampler(
-            self.dialogue_config,
+            self.environment,
             self._pool,
             module.tokenizer,
             end_token_ids(module.base_folder),
@@ -237,8 +178,8 @@ class RolloutCallback(Callback, SamplingCallback):
             self._expected_lengths = {}  # of an earlier fit
             metrics = self.eval_config.metric_names()
             check_monitors(trainer, [evaluation_tag("val", name, one) for name in data.val_names for one in metrics])
-        check_references(self.config.rewards, data.references)
-        warn_of_opened_tags(self.config.rewards, module, data)
+        check_references(self.scorer.rewards, data.references)
+        warn_of_opened_tags(self.scorer.rewards, module, data)
         if self._launched:  # by a stage of which no end was told
             self.close()
         self._launch(trainer, module, data)
@@ -268,6 +209,7 @@ class RolloutCallback(Callback, SamplingCallback):
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
         )
         self._collector.expected_lengths = self._expected_lengths
+        self._rollouts = 0
         self._evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues, ends)
 
     @property
@@ -320,13 +262,32 @@ class RolloutCallback(Callback, SamplingCallback):
         module = _module(pl_module)
         module.zero_grad()  # frees the last update's gradients for the waking engine's cache
         self._set_trainer_state(trainer, module)
-        weights = module.sampling_weights(batch.noise)
-        replacements = _data(trainer).replacement_prompts
-        batch.experience = self.collector.collect(batch.prompts, weights, module.policy, replacements)
+        weights, seconds = module.sampling_weights(batch.noise), {"check": 0.0}
+        with timed(seconds, "sleep"):
+            self.engine.wake()
+        if self._rollouts < 2 or self._rollouts % self.check_every == 0:
+            with timed(seconds, "check"):
+                self._check_parity(module, batch.prompts[:2])
+        self._rollouts += 1
+        with timed(seconds, "sync"):
+            noise_std = self.engine.sync(weights).noise_std
+        found = self.collector.collect(batch.prompts, weights.version, _data(trainer).replacement_prompts)
+        with timed(seconds, "sleep"):
+            self.engine.sleep()
+        metrics = dict(found.metrics) | slowest_seconds(self.collector.ranks.all_gather(seconds))
+        if weights.noise is not None:
+            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": noise_std}
+        batch.experience = replace(found, metrics=metrics, seconds=found.seconds + sum(seconds.values()))
+
+    def _check_parity(self, module: QeRLModule, prompts: Sequence[Prompt]) -> None:
+        """Stop the run if the engine, which is awake, samples from another policy."""
+        version, longest = module.policy_version, self.config.sampling.max_tokens
+        seed = stream_seed(module.seed, "probe", version)
+        check_logprob_parity(self.engine, module.policy, prompts, version, seed, longest, self.mismatch_bound)
 
     def _set_trainer_state(self, trainer: Trainer, module: QeRLModule) -> None:
         """Tell reward functions how far the run is."""
-        for function in functions_among(self.config.rewards):
+        for function in functions_among(self.scorer.rewards):
             function.trainer_state = TrainerState(
                 global_step=module.policy_version * module.steps_per_batch,
                 max_steps=module.planned_batches() * module.steps_per_batch,
@@ -339,12 +300,12 @@ class RolloutCallback(Callback, SamplingCallback):
     ) -> None:
         """Log a warning if sampler and trainer differ too much, or most tokens are rejected for that."""
         mismatch = float(trainer.callback_metrics["mismatch/logprob_abs_mean"])
-        if mismatch > self.config.mismatch_bound:
+        if mismatch > self.mismatch_bound:
             log.warning(
                 "sampler and trainer differ by %.3f nats a token, more than mismatch_bound=%g: lower the noise, or "
                 "look for a wrong sync",
                 mismatch,
-                self.config.mismatch_bound,
+                self.mismatch_bound,
             )
         rejected = float(trainer.callback_metrics.get("mismatch/rejected_frac", 0.0))
         if rejected > REJECTED_WARNING:

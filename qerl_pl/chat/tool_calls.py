@@ -56,8 +56,8 @@ def tool_format_of(name: str, chat_template: str) -> ToolFormat:
         if '"parameters"' in chat_template and "ipython" in chat_template:
             return parse_llama3
         raise UserError(
-            "rollout.tool_format auto takes the chat template's format, hermes or llama3_json; this template has "
-            "neither; set rollout.tool_format to one of them, or to a regular expression with the group name"
+            "rollout.environment.tool_format auto takes the chat template's format, hermes or llama3_json; this "
+            "template has neither; set it to one of them, or to a regular expression with the group name"
         )
     if name == "hermes":
         return parse_hermes
@@ -67,8 +67,8 @@ def tool_format_of(name: str, chat_template: str) -> ToolFormat:
         pattern = re.compile(name, re.DOTALL)
     except re.error as error:
         raise UserError(
-            f"rollout.tool_format is auto, hermes, llama3_json or a regular expression; {name!r} is none ({error}); "
-            "correct it"
+            "rollout.environment.tool_format is auto, hermes, llama3_json or a regular expression; "
+            f"{name!r} is none ({error}); correct it"
         ) from error
     if "name" not in pattern.groupindex:
         raise UserError(

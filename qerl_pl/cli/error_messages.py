@@ -30,6 +30,14 @@ _KEYS: dict[str, type | None] = dict.fromkeys((*_PLAIN, *CALLBACKS))
 _KEYS |= {"data": PromptDataModule, "rollout": RolloutCallback, "trainer": Trainer}
 """Top-level keys, and the classes whose arguments are the keys below them."""
 _ELSEWHERE = {
+    "model.objective.multi_objective_aggregation": "multi_objective_aggregation",
+    "rollout.evaluation.samples": "eval_samples num_generations_eval",
+    "rollout.evaluation.sampling": "eval_sampling",
+    "rollout.evaluation.batch": "eval_batch",
+    "rollout.evaluation.extra_sampling": "extra_eval_sampling",
+    "rollout.environment.weight": "environment_weight",
+    "rollout.environment.workers": "environment_workers",
+    "rollout.environment.variables": "environment_variables",
     "model.optimizer.lr": "lr learning_rate",
     "model.optimizer.weight_decay": "weight_decay",
     "model.policy.lora.rank": "r lora_r lora_rank",
@@ -61,6 +69,10 @@ _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULT
 _EXPECTED = re.compile(r"Expected a (?:<class '(?:collections\.abc\.)?(\w+)'>|typing\.Literal\[(.*)\])")
 _NO_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'")
 _NO_CONFIG = re.compile(r"Unable to load config '([^']+)'")
+_ENVIRONMENT = re.compile(
+    r'Parser key "rollout.environment": Unable|Subclasses are disabled for EnvironmentConfig|'
+    r"--rollout.environment.(?:class_path|init_args)"
+)
 _NO_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted")
 _CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 _NO_CLASS = re.compile(r"(?:Expected a dot import path string: |Unexpected import path format: )(.*)()$", re.MULTILINE)
@@ -107,6 +119,8 @@ def _one_line(error: BaseException) -> str:
 
 def _parsing(message: str, module: type) -> str:
     """What is wrong by jsonargparse's message of many lines, or its beginning; `module` has the keys of `model`."""
+    if _ENVIRONMENT.search(message):
+        return "rollout.environment has keys of its own; name the environment by rollout.environment.factory"
     message = re.sub(r"NestedArg\(key='([\w.]+)', val='?(.*?)'?\)", r"\1=\2", message)
     keys = list(_KEY.finditer(message))
     if not keys:
@@ -140,6 +154,8 @@ def _unknown_argument(key: str, message: str) -> str | None:
         owner = resolve_name(owners[0])
         arguments = arguments_of(owner)
         meant = did_you_mean(option[1], arguments).strip() or f"its arguments are {', '.join(arguments)}"
+        if owner is RolloutCallback and (nearest := _nearest_key(f"rollout.{option[1]}", QeRLModule)):
+            meant = f"did you mean {nearest.removeprefix('rollout.')}?"
         meant = textwrap.shorten(meant, 200, placeholder=" ...")
         return f"{key}.{option[1]} is no argument of {owner.__name__}; {meant}"
     return None

@@ -283,7 +283,7 @@ class QeRLCLI(LightningCLI):
             return [*callbacks, *self._named(SFT_CALLBACKS, trainer)]
         if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
             rollout = self._get(self.config_init, "rollout")
-            if not rollout.rewards and rollout.environment is None:
+            if not rollout.rewards and rollout.environment.factory is None:
                 raise UserError(
                     "a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say"
                 )

@@ -81,5 +81,5 @@ def remedy_of(error: str) -> str:
     """What to do about an environment's error."""
     missing = _MISSING_VARIABLE.search(error)
     if missing is not None and missing[1] in os.environ:
-        return f"workers get few variables: name {missing[1]} in rollout.environment_variables"
+        return f"workers get few variables: name {missing[1]} in rollout.environment.variables"
     return "correct it"

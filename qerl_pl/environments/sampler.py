@@ -42,11 +42,11 @@ class DialogueConfig:
 
     def __post_init__(self) -> None:
         limits: dict[str, int | None] = {"max_turns": self.max_turns, "max_turn_tokens": self.max_turn_tokens}
-        limits["environment_workers"] = self.workers
+        limits["workers"] = self.workers
         limits |= {"max_tool_response_tokens": self.max_tool_response_tokens}
-        require_at_least(1, {f"rollout.{name}": limit for name, limit in limits.items()})
+        require_at_least(1, {f"rollout.environment.{name}": limit for name, limit in limits.items()})
         if not self.tool_wait >= 0:
-            raise UserError(f"rollout.tool_wait is seconds from 0; got {self.tool_wait}; set it to 10, say")
+            raise UserError(f"rollout.environment.tool_wait is seconds from 0; got {self.tool_wait}; set it to 10, say")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -14,21 +14,19 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
+from qerl_pl.environments.sampler import DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import prompt_metrics
-from qerl_pl.rewards import AnswerReward, Reward, accuracy_reward, extract_answers, normalize_answers
-from qerl_pl.rollout.experience import gather_by_index, require_finite_logprobs, score_groups, without_none
+from qerl_pl.rewards import AnswerReward, extract_answers, normalize_answers
+from qerl_pl.rollout.collector import require_finite_logprobs, sample_completions
+from qerl_pl.rollout.scoring import Scorer, gather_by_index, without_none
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.seeds import sample_seeds
 from qerl_pl.types import (
-    Completion,
     EvaluatedPrompt,
     Evaluation,
     GradedAnswer,
     PolicyWeights,
     Prompt,
-    RolloutRequest,
     SamplingConfig,
 )
 
@@ -136,40 +134,45 @@ class EvaluatorConfig:
         UserError: A size is below 1, or a name cannot be part of a metric's.
     """
 
-    rewards: Sequence[Reward]
+    scorer: Scorer
     sampling: SamplingConfig
     """Sampling parameters of the samples; the greedy one has their token limit and stop strings."""
     samples: int = 1
     """Samples a prompt, beside the greedy one."""
     batch: int | None = None
     """Most completions of a call of the engine; None for all of a batch of prompts."""
-    accuracy_reward: str | None = None
-    """Name of the reward whose value above 0.5 means that a completion is right; None takes the first reward."""
     extra: Mapping[str, SamplingConfig] = field(default_factory=dict)
     """Sampling parameters of as many further samples, by name."""
 
     def __post_init__(self) -> None:
-        require_at_least(1, {"eval_samples": self.samples, "eval_batch": self.batch})
+        require_at_least(1, {"evaluation.samples": self.samples, "evaluation.batch": self.batch})
         for name in self.extra:
             if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
                 raise UserError(
-                    f"extra_eval_sampling needs names of letters, digits, '_', '.' and '-'; got {name!r}; rename it"
+                    "evaluation.extra_sampling needs names of letters, digits, '_', '.' and '-'; got "
+                    f"{name!r}; rename it"
                 )
             if re.search(r"(^|_)(reward|length_mean)(_|$)", name):
                 raise UserError(
-                    "extra_eval_sampling needs names without 'reward' and 'length_mean', which name metrics; got "
+                    "evaluation.extra_sampling needs names without 'reward' and 'length_mean', which name metrics; got "
                     f"{name!r}; rename it"
                 )
 
     def metric_names(self) -> list[str]:
         """Names of an evaluation's metrics, of `prompt_metrics`, where every reward applies to a sample."""
-        answer = GradedAnswer(False, None, rewards=dict.fromkeys([*(one.name for one in self.rewards), "total"], 0.0))
+        names = [*(reward.name for reward in self.scorer.rewards), "total"]
+        answer = GradedAnswer(False, None, rewards=dict.fromkeys(names, 0.0))
         answers = [answer] * self.samples
         prompt = EvaluatedPrompt("", answer, answers, dict.fromkeys(self.extra, answers))
-        tells_answers = isinstance(accuracy_reward(self.rewards, self.accuracy_reward), AnswerReward)
-        return [*prompt_metrics([prompt], tells_answers)]
+        return [*prompt_metrics([prompt], self.tells_answers)]
+
+    @property
+    def tells_answers(self) -> bool:
+        """Whether the accuracy reward extracts answers, and not only grades completions."""
+        return isinstance(self.scorer.accuracy, AnswerReward)
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Samples and grades held-out prompts.
 
@@ -186,24 +189,15 @@ class Evaluator:
         ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
-    def __init__(
-        self,
-        config: EvaluatorConfig,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        seed: int,
-        ranks: Communicator = SINGLE_PROCESS,
-        dialogues: DialogueSampler | None = None,
-        ends: Collection[int] = (),
-    ) -> None:
-        self.config = config
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self.ranks = ranks
-        self.dialogues = dialogues
-        self.ends = ends
-        self.accuracy_reward = accuracy_reward(config.rewards, config.accuracy_reward)
+    config: EvaluatorConfig
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    seed: int
+    ranks: Communicator = SINGLE_PROCESS
+    dialogues: DialogueSampler | None = None
+    ends: Collection[int] = ()
+
+    def __post_init__(self) -> None:
         self._cache: SampleCache | None = None
         self._extra_caches: Mapping[str, SampleCache] = {}
         self._version = 0
@@ -232,7 +226,7 @@ class Evaluator:
         local = self._evaluate([prompts[index] for index in indices], name)
         self.engine.sleep()
         evaluated = gather_by_index(self.ranks, indices, local)
-        return Evaluation(evaluated, name, isinstance(self.accuracy_reward, AnswerReward))
+        return Evaluation(evaluated, name, self.config.tells_answers)
 
     def _evaluate(self, prompts: Sequence[Prompt], name: str) -> list[EvaluatedPrompt]:
         config, samples, indices = self.config, range(self.config.samples), range(len(prompts))
@@ -264,20 +258,15 @@ class Evaluator:
         """Graded answers from the cache or the engine."""
         answers: dict[Job, GradedAnswer] = {}
         if cache is not None:
-            for index, sample in jobs:
-                if (answer := cache.get(name, prompts[index], sample)) is not None:
-                    answers[index, sample] = answer
-        missing = [job for job in jobs if job not in answers]
-        greedy = SamplingConfig(sampling.max_tokens, temperature=0.0, stop=sampling.stop)
-        for batch in self._batches([job for job in missing if job[1] is GREEDY]):
-            answers |= self._sample(prompts, batch, greedy, cache, name)
-        for batch in self._batches([job for job in missing if job[1] is not GREEDY]):
-            answers |= self._sample(prompts, batch, sampling, cache, name)
-        return answers
-
-    def _batches(self, jobs: Sequence[Job]) -> Iterator[Sequence[Job]]:
+            found = {(index, sample): cache.get(name, prompts[index], sample) for index, sample in jobs}
+            answers = {job: answer for job, answer in found.items() if answer is not None}
         size = self.config.batch or max(1, len(jobs))
-        return (jobs[start : start + size] for start in range(0, len(jobs), size))
+        greedy = SamplingConfig(sampling.max_tokens, temperature=0.0, stop=sampling.stop)
+        for is_greedy, given in ((True, greedy), (False, sampling)):
+            missing = [job for job in jobs if job not in answers and (job[1] is GREEDY) == is_greedy]
+            for start in range(0, len(missing), size):
+                answers |= self._sample(prompts, missing[start : start + size], given, cache, name)
+        return answers
 
     def _sample(
         self,
@@ -287,14 +276,19 @@ class Evaluator:
         cache: SampleCache | None,
         name: str,
     ) -> dict[Job, GradedAnswer]:
-        completions = [[completion] for completion in self._completions(prompts, jobs, sampling, name)]
+        stream = ("evaluation", name) if name else ("evaluation",)
+        by_prompt = groupby(jobs, lambda job: job[0])
+        wanted = [(prompts[index], [sample or 0 for _, sample in own]) for index, own in by_prompt]
+        sampled = sample_completions(self.engine, self.dialogues, wanted, sampling, self.seed, stream)
+        completions = [[completion] for group in sampled for completion in group]
         asked = [prompts[index] for index, _ in jobs]
         require_finite_logprobs(asked, completions, type(self.engine).__name__, self._version)
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
-            groups = score_groups(self.config.rewards, self.tokenizer, asked, completions, self.ends)
-            extracted = extract_answers(self.accuracy_reward, [group.texts[0] for group in groups])
-            right = [bool(group.rewards[self.accuracy_reward.name][0] > 0.5) for group in groups]
-            answers = normalize_answers(self.accuracy_reward, extracted, [not correct for correct in right])
+            scorer = self.config.scorer
+            groups = scorer.score(self.tokenizer, asked, completions, self.ends)
+            extracted = extract_answers(scorer.accuracy, [group.texts[0] for group in groups])
+            right = [group.correct[0].item() == 1 for group in groups]
+            answers = normalize_answers(scorer.accuracy, extracted, [not correct for correct in right])
         records = []
         for group, answer, correct, (_, sample) in zip(groups, answers, right, jobs, strict=True):
             (completion,) = map(asdict, group.records())
@@ -304,18 +298,3 @@ class Evaluator:
         if cache is not None:
             cache.put(records)
         return {job: record.graded for job, record in zip(jobs, records, strict=True)}
-
-    def _completions(
-        self, prompts: Sequence[Prompt], jobs: Sequence[Job], sampling: SamplingConfig, name: str
-    ) -> list[Completion]:
-        """A completion, or a dialogue, for each job."""
-        stream = ("evaluation", name) if name else ("evaluation",)
-        if self.dialogues is not None:
-            wanted = [DialogueJob(prompts[index], sample or 0) for index, sample in jobs]
-            return self.dialogues.sample(self.engine, wanted, sampling, self.seed, *stream)
-        requests = []
-        for index, prompt_jobs in groupby(jobs, lambda job: job[0]):
-            samples = [sample or 0 for _, sample in prompt_jobs]
-            seeds = sample_seeds(self.seed, stream, prompts[index].id, samples)
-            requests.append(RolloutRequest(prompts[index].token_ids, seeds))
-        return [completion for group in self.engine.generate(requests, sampling) for completion in group]

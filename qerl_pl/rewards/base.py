@@ -104,7 +104,8 @@ def with_environment_reward(rewards: Sequence[Reward], environment: bool, weight
     listed = any(isinstance(reward, EnvironmentReward) for reward in rewards)
     if listed and not environment:
         raise UserError(
-            "EnvironmentReward needs an environment; rollout.environment is null; set it, or leave the reward out"
+            "EnvironmentReward needs an environment; rollout.environment.factory is null; set it, or leave the reward "
+            "out"
         )
     return [*rewards, EnvironmentReward(weight)] if environment and not listed else [*rewards]
 

@@ -1,49 +1,30 @@
 """Samples and scores the completions of a training batch, spread over the ranks."""
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.algorithm.advantages import informative_groups, normalized_then_summed, summed_group_advantages
+from qerl_pl.algorithm.advantages import Scores, have_differences
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rewards import (
-    EnvironmentReward,
-    OverlongPenalty,
-    Reward,
-    accuracy_reward,
-    check_rewards,
-    functions_among,
-)
-from qerl_pl.rollout.experience import (
-    Group,
-    gather_by_index,
-    pad_completions,
-    pad_routing,
-    require_finite_logprobs,
-    score_groups,
-    totals,
-)
-from qerl_pl.rollout.metrics import completion_metrics, environment_metrics, logged_means, reward_metrics
-from qerl_pl.rollout.parity_check import CheckedPolicy, check_logprob_parity
+from qerl_pl.rewards import EnvironmentReward, OverlongPenalty, functions_among
+from qerl_pl.rollout.metrics import rollout_metrics, slowest_seconds, timed
+from qerl_pl.rollout.scoring import Group, Scorer, gather_by_index
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.seeds import sample_seeds, stream_seed
-from qerl_pl.types import Completion, Experience, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.seeds import sample_seeds
+from qerl_pl.types import Completion, Experience, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
 
 WAIT_WARNING = 0.25
 """Mean time that ranks wait for the slowest, as a fraction of its rollout, above which the log warns."""
-
-Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
 """Draws prompts to replace dropped groups: (key of the draw, count, ids to exclude) -> up to `count` prompts."""
@@ -59,17 +40,13 @@ class CollectorConfig:
     """Settings of training rollouts; see `RolloutCallback`.
 
     Raises:
-        UserError: A size is too small, the rewards are unusable, or settings contradict each other.
+        UserError: A size is too small, or training would sample greedily.
     """
 
-    rewards: Sequence[Reward]
+    scorer: Scorer
     group_size: int = 8
     sampling: SamplingConfig = SamplingConfig()
     resample_rounds: int = 0
-    mismatch_bound: float = 0.25
-    check_every: int = 50
-    accuracy_reward: str | None = None
-    multi_objective_aggregation: Aggregation = "sum_then_normalize"
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -77,12 +54,9 @@ class CollectorConfig:
                 f"a group needs at least 2 completions; got group_size={self.group_size}; set it to 2 or more"
             )
         require_at_least(0, {"resample_rounds": self.resample_rounds})
-        require_at_least(1, {"check_every": self.check_every})
         if self.sampling.temperature == 0:
             raise UserError("training samples, so sampling.temperature must be above 0; got 0; 1.0 is usual")
-        check_rewards(self.rewards)
-        accuracy_reward(self.rewards, self.accuracy_reward)
-        for reward in self.rewards:
+        for reward in self.scorer.rewards:
             if not isinstance(reward, OverlongPenalty):
                 continue
             longest = reward.set_limit(self.sampling.max_tokens)
@@ -92,20 +66,6 @@ class CollectorConfig:
                     longest,
                     self.sampling.max_tokens,
                 )
-
-    def check_objective(self, objective: Objective) -> None:
-        """Refuse an objective whose `advantage_norm` the aggregation does not take.
-
-        Raises:
-            UserError: It is another than the aggregation's own.
-        """
-        norm = objective.advantage_norm
-        if self.multi_objective_aggregation == "normalize_then_sum" and norm != "group":
-            raise UserError(
-                "normalize_then_sum (GDPO) divides each reward by its group's standard deviation; got "
-                f"model.objective.advantage_norm {norm} ({type(objective).__name__}); set it to group, or "
-                "rollout.multi_objective_aggregation to sum_then_normalize"
-            )
 
 
 def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, float], size: int) -> list[list[int]]:
@@ -136,6 +96,7 @@ def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, flo
     return [sorted(shard) for shard in shards]
 
 
+@dataclass(eq=False)
 class Collector:
     """Samples and scores a training batch, and makes it an `Experience`.
 
@@ -152,71 +113,42 @@ class Collector:
         ends: Token ids that end a completion, beside the tokenizer's end-of-sequence token.
     """
 
-    def __init__(
-        self,
-        config: CollectorConfig,
-        engine: RolloutEngine,
-        tokenizer: PreTrainedTokenizerBase,
-        objective: Objective,
-        seed: int,
-        ranks: Communicator = SINGLE_PROCESS,
-        dialogues: DialogueSampler | None = None,
-        ends: Collection[int] = (),
-    ) -> None:
-        self.config = config
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.objective = objective
-        self.seed = seed
-        self.ranks = ranks
-        self.dialogues = dialogues
-        self.ends = ends
+    config: CollectorConfig
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    objective: Objective
+    seed: int
+    ranks: Communicator = SINGLE_PROCESS
+    dialogues: DialogueSampler | None = None
+    ends: Collection[int] = ()
+
+    def __post_init__(self) -> None:
         self.expected_lengths: dict[str, float] = {}
         """Mean tokens of each prompt's last completions, by id, for `partition_prompts`."""
-        self._rollouts = 0
         self._logged: dict[str, list[float]] = {}
         """What reward functions have logged in this rollout, by name."""
         self._missing_rewards: set[str] = set()
 
     def collect(
-        self,
-        prompts: Sequence[Prompt],
-        weights: PolicyWeights,
-        policy: CheckedPolicy,
-        replacements: ReplacementPrompts = no_replacements,
+        self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts = no_replacements
     ) -> Experience:
-        """Sample and score completions of a batch.
+        """Sample and score completions of a batch, by an engine that is awake and synced.
 
         Args:
             prompts: The batch of all ranks.
-            weights: The sampler's weights, with its noise.
-            policy: The trained policy, for the log-probability parity check.
+            version: Policy version.
             replacements: Draws the prompts that replace dropped groups; by default there are none.
 
         Raises:
-            UserError: Engine and policy disagree, a reward fails, or a log-probability is not finite.
+            UserError: A reward fails, or a log-probability is not finite.
         """
-        config, seconds = self.config, {"check": 0.0, "wait": 0.0}
-        with _timed(seconds, "sleep"):
-            self.engine.wake()
-        if self._rollouts < 2 or self._rollouts % config.check_every == 0:
-            with _timed(seconds, "check"):
-                seed = stream_seed(self.seed, "probe", weights.version)
-                longest, bound = config.sampling.max_tokens, config.mismatch_bound
-                check_logprob_parity(self.engine, policy, prompts[:2], weights.version, seed, longest, bound)
-        self._rollouts += 1
-        self._logged = {}
-        metrics: dict[str, float] = {}
-        with _timed(seconds, "sync"):
-            noise_std = self.engine.sync(weights).noise_std
-        groups = self._sample_informative(prompts, weights.version, replacements, seconds)
-        if weights.noise is not None:
-            metrics |= {"aqn/sigma": weights.noise.sigma, "aqn/measured_std": noise_std}
-        with _timed(seconds, "sleep"):
-            self.engine.sleep()
-        slowest = self._reduce_seconds(seconds, weights.version)
-        metrics |= {f"time/{phase}_s": value for phase, value in slowest.items()}
-        return self._experience(groups, weights.version, sum(seconds.values()), metrics)
+        seconds, self._logged = {"wait": 0.0}, {}
+        groups = self._sample_informative(prompts, version, replacements, seconds)
+        training = [group for group in groups if group.trains]
+        advantages, signal = self.objective.advantages(self._scores(training), self.config.group_size)
+        self._warn(groups, training, advantages, version)
+        without_signal = signal.tolist().count(False) + sum(not group.signal for group in groups if not group.trains)
+        return self._experience(groups, training, advantages, version, without_signal, seconds)
 
     def _sample_informative(
         self,
@@ -230,14 +162,8 @@ class Collector:
         groups: list[Group] = []
         for attempt in range(config.resample_rounds + 1):
             sampled = self._sample(prompts, version, seconds)
-            if config.resample_rounds > 0:
-                accuracy = accuracy_reward(config.rewards, config.accuracy_reward).name
-                values = torch.cat([group.rewards[accuracy] for group in sampled])
-                correct = torch.where(values.isnan(), values, (values > 0.5).float())
-                informative = informative_groups(self._combined(sampled), correct, config.group_size).tolist()
-                sampled = [replace(group, trains=trains) for group, trains in zip(sampled, informative, strict=True)]
-            groups += sampled
-            if any(group.dialogues for group in groups) and totals(groups).isnan().all():
+            groups += sampled if config.resample_rounds == 0 else self._mark(sampled)
+            if any(group.dialogues for group in groups) and all(group.total.isnan().all() for group in groups):
                 raise UserError(
                     "a rollout needs rewards; none of its completions has one; define get_reward in the environment, "
                     "or set rollout.rewards"
@@ -254,21 +180,37 @@ class Collector:
             )
         return groups
 
+    def _mark(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups, of which those train that have right and wrong answers (DAPO, arXiv 2503.14476, eq. 11).
+
+        A group whose rewards, as the advantages combine them, are all equal has no advantages and is dropped too.
+        """
+        signal = self.objective.signal(self._scores(groups), self.config.group_size)
+        trains = signal & have_differences(torch.stack([group.correct for group in groups]))
+        return [
+            replace(group, signal=has_signal, trains=informative)
+            for group, has_signal, informative in zip(groups, signal.tolist(), trains.tolist(), strict=True)
+        ]
+
     def _sample(self, prompts: Sequence[Prompt], version: int, seconds: dict[str, float]) -> list[Group]:
         """Scored groups of all prompts; other ranks' groups come without completions."""
-        config, ranks = self.config, self.ranks
+        scorer, ranks = self.config.scorer, self.ranks
         indices = partition_prompts([prompt.id for prompt in prompts], self.expected_lengths, ranks.size)[ranks.rank]
         local = [prompts[index] for index in indices]
-        with _timed(seconds, "rollout"):
-            completions = self._completions(local, version) if local else []
-        with _timed(seconds, "reward"):
-            groups = score_groups(config.rewards, self.tokenizer, local, completions, self.ends)
-        for function in functions_among(config.rewards) if local else ():
+        with timed(seconds, "rollout"):
+            wanted = [(prompt, range(self.config.group_size)) for prompt in local]
+            stream = ("rollout", version)
+            completions = sample_completions(
+                self.engine, self.dialogues, wanted, self.config.sampling, self.seed, stream
+            )
+        with timed(seconds, "reward"):
+            groups = scorer.score(self.tokenizer, local, completions, self.ends)
+        for function in functions_among(scorer.rewards) if local else ():
             for name, values in function.logged_metrics.items():
                 self._logged.setdefault(name, []).extend(values)
         if ranks.size == 1:
             return groups
-        with _timed(seconds, "wait"):
+        with timed(seconds, "wait"):
             ranks.barrier()
         gathered = gather_by_index(ranks, indices, [replace(group, completions=()) for group in groups])
         for index, group in zip(indices, groups, strict=True):
@@ -276,41 +218,24 @@ class Collector:
         self.expected_lengths |= {group.prompt.id: sum(group.lengths) / len(group.lengths) for group in gathered}
         return gathered
 
-    def _completions(self, prompts: Sequence[Prompt], version: int) -> list[list[Completion]]:
-        """G completions, or dialogues, of each prompt."""
-        size, stream = self.config.group_size, ("rollout", version)
-        if self.dialogues is None:
-            requests = [
-                RolloutRequest(prompt.token_ids, sample_seeds(self.seed, stream, prompt.id, range(size)))
-                for prompt in prompts
-            ]
-            return self.engine.generate(requests, self.config.sampling)
-        jobs = [DialogueJob(prompt, sample) for prompt in prompts for sample in range(size)]
-        sampled = self.dialogues.sample(self.engine, jobs, self.config.sampling, self.seed, *stream)
-        return [sampled[start : start + size] for start in range(0, len(sampled), size)]
-
-    def _reduce_seconds(self, seconds: dict[str, float], version: int) -> dict[str, float]:
-        """Each phase's time on its slowest rank, and the mean time that ranks waited."""
-        gathered = self.ranks.all_gather(seconds)
-        slowest = {phase: max(times[phase] for times in gathered) for phase in seconds}
-        if self.ranks.size > 1:
-            slowest["wait"] = sum(times["wait"] for times in gathered) / len(gathered)
-            if slowest["wait"] > WAIT_WARNING * slowest["rollout"]:
-                log.warning(
-                    "rollout %d: ranks waited %.1f s on average for rank %d, which sampled for %.1f s: give each rank "
-                    "more prompts, or limit the length of completions",
-                    version,
-                    slowest["wait"],
-                    max(range(len(gathered)), key=lambda rank: gathered[rank]["rollout"]),
-                    slowest["rollout"],
-                )
-        return slowest
+    def _scores(self, groups: Sequence[Group]) -> Scores:
+        """Rewards [B] of the completions of some groups."""
+        weights = {reward.name: reward.weight for reward in self.config.scorer.rewards}
+        none = torch.zeros(0)  # without groups
+        rewards = {name: torch.cat([none, *(group.rewards[name] for group in groups)]) for name in weights}
+        return Scores(torch.cat([none, *(group.total for group in groups)]), rewards, weights)
 
     def _experience(
-        self, groups: Sequence[Group], version: int, seconds: float, metrics: dict[str, float]
+        self,
+        groups: Sequence[Group],
+        training: Sequence[Group],
+        advantages: Tensor,
+        version: int,
+        without_signal: int,
+        seconds: Mapping[str, float],
     ) -> Experience:
-        config, training = self.config, [group for group in groups if group.trains]
-        size = config.group_size
+        """The completions of this rank among those that train; metrics and advantages [B] are of all ranks."""
+        size, sampling = self.config.group_size, self.config.sampling
         local = [index for index, group in enumerate(training) if group.completions]
         rows = torch.tensor([index * size + sample for index in local for sample in range(size)], dtype=torch.int64)
         prompts = [training[index].prompt for index in local]
@@ -318,22 +243,8 @@ class Collector:
         require_finite_logprobs(prompts, completions, type(self.engine).__name__, version)
         pad = self.tokenizer.pad_token_id
         tokens, lengths, mask, logprobs = pad_completions(prompts, completions, 0 if pad is None else int(pad))
-        truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
-        advantages = self._advantages(training)
-        if training and not advantages.any() and not self.objective.needs_teacher:
-            log.warning("rollout %d has no advantages: each group's rewards are equal or missing", version)
-        if training and self.objective.mask_truncated and truncated.all():
-            log.warning(
-                "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
-                "raise rollout.sampling.max_tokens",
-                version,
-                config.sampling.max_tokens,
-            )
-        metrics |= reward_metrics(groups, self._combined(groups)) | environment_metrics(groups)
-        metrics |= completion_metrics(groups, self.ranks)
-        if functions_among(config.rewards):
-            metrics |= logged_means(self._logged, self.ranks)
-        self._warn_of_missing_rewards(groups, version, metrics)
+        routing = pad_routing(completions, tokens.shape)
+        metrics = rollout_metrics(groups, without_signal, self._logged, self.ranks)
         return Experience(
             version=version,
             tokens=tokens,
@@ -341,21 +252,46 @@ class Collector:
             mask=mask,
             sampler_logprobs=logprobs,
             advantages=advantages[rows],
-            truncated=truncated[rows],
+            truncated=torch.tensor([ended for index in local for ended in training[index].truncated], dtype=torch.bool),
             sampled_tokens=int(metrics["completions/sampled_tokens"]),
-            seconds=seconds,
-            temperature=config.sampling.temperature,
-            max_tokens=config.sampling.max_tokens,
+            seconds=sum(seconds.values()),
+            temperature=sampling.temperature,
+            max_tokens=sampling.max_tokens,
             indices=rows,
-            routing=pad_routing(completions, tokens.shape),
-            metrics=metrics,
+            routing=routing,
+            metrics=metrics | self._reduce_seconds(seconds, version),
             records=tuple(record for group in groups for record in group.records()),
         )
 
-    def _warn_of_missing_rewards(self, groups: Sequence[Group], version: int, metrics: Mapping[str, float]) -> None:
-        """Log a warning, once for each, about rewards that apply to no completion of a rollout."""
+    def _reduce_seconds(self, seconds: Mapping[str, float], version: int) -> dict[str, float]:
+        """Each phase's time on its slowest rank, and the mean time that ranks waited."""
+        gathered = self.ranks.all_gather(dict(seconds))
+        metrics = slowest_seconds(gathered)
+        metrics["time/wait_s"] = sum(times["wait"] for times in gathered) / len(gathered)
+        if metrics["time/wait_s"] > WAIT_WARNING * metrics["time/rollout_s"]:
+            log.warning(
+                "rollout %d: ranks waited %.1f s on average for rank %d, which sampled for %.1f s: give each rank "
+                "more prompts, or limit the length of completions",
+                version,
+                metrics["time/wait_s"],
+                max(range(len(gathered)), key=lambda rank: gathered[rank]["rollout"]),
+                metrics["time/rollout_s"],
+            )
+        return metrics
+
+    def _warn(self, groups: Sequence[Group], training: Sequence[Group], advantages: Tensor, version: int) -> None:
+        """Log a warning if nothing trains, and, once for each, about rewards that apply to no completion."""
+        if training and not advantages.any() and not self.objective.needs_teacher:
+            log.warning("rollout %d has no advantages: each group's rewards are equal or missing", version)
+        if training and self.objective.mask_truncated and all(all(group.truncated) for group in training):
+            log.warning(
+                "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
+                "raise rollout.sampling.max_tokens",
+                version,
+                self.config.sampling.max_tokens,
+            )
         for name in groups[0].rewards.keys() - {EnvironmentReward.name} - self._missing_rewards:
-            if f"reward/{name}" not in metrics:
+            if all(group.rewards[name].isnan().all() for group in groups):
                 self._missing_rewards.add(name)
                 log.warning(
                     "reward %s is None for all %d completions of rollout %d, the first of them of row %s: %r",
@@ -366,27 +302,106 @@ class Collector:
                     groups[0].texts[0][-200:],
                 )
 
-    def _advantages(self, groups: Sequence[Group]) -> torch.Tensor:
-        """Advantages [B] of all ranks' completions."""
-        config = self.config
-        if config.multi_objective_aggregation == "sum_then_normalize" or not groups:
-            return self.objective.advantages(totals(groups), config.group_size)
-        return normalized_then_summed(*self._weighted(groups), config.group_size)
 
-    def _combined(self, groups: Sequence[Group]) -> torch.Tensor:
-        """Rewards [B] of all ranks' completions as the advantages combine them: equal ones of a group train nothing."""
-        if self.config.multi_objective_aggregation == "sum_then_normalize":
-            return totals(groups)
-        return summed_group_advantages(*self._weighted(groups), self.config.group_size)
+def sample_completions(
+    engine: RolloutEngine,
+    dialogues: DialogueSampler | None,
+    wanted: Sequence[tuple[Prompt, Sequence[int]]],
+    sampling: SamplingConfig,
+    seed: int,
+    stream: Sequence[int | str],
+) -> list[list[Completion]]:
+    """Completions, or dialogues, of prompts.
 
-    def _weighted(self, groups: Sequence[Group]) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """Each reward [B] of the completions of some groups, and its weight, by name."""
-        rewards = {name: torch.cat([group.rewards[name] for group in groups]) for name in groups[0].rewards}
-        return rewards, {reward.name: reward.weight for reward in self.config.rewards}
+    Args:
+        engine: Rollout engine, awake and synced.
+        dialogues: Samples dialogues; None samples one completion for each sample.
+        wanted: Each prompt with the indices of its samples.
+        sampling: Sampling parameters.
+        seed: Seed of the run.
+        stream: Name of the random stream within the run.
+    """
+    if not wanted:
+        return []
+    if dialogues is None:
+        seeds = [sample_seeds(seed, stream, prompt.id, samples) for prompt, samples in wanted]
+        requests = [RolloutRequest(prompt.token_ids, own) for (prompt, _), own in zip(wanted, seeds, strict=True)]
+        return engine.generate(requests, sampling)
+    jobs = [DialogueJob(prompt, sample) for prompt, samples in wanted for sample in samples]
+    sampled = iter(dialogues.sample(engine, jobs, sampling, seed, *stream))
+    return [[next(sampled) for _ in samples] for _, samples in wanted]
 
 
-@contextmanager
-def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+def pad_completions(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], pad_id: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Right-pad P prompts with their completions, B in all.
+
+    Returns:
+        (tokens int64 [B, T], lengths int64 [B], mask of the sampled tokens bool [B, T], sampler_logprobs float32
+        [B, T]).
+    """
+    rows = [
+        (prompt.token_ids if completion.prompt_ids is None else completion.prompt_ids, completion)
+        for prompt, group in zip(prompts, completions, strict=True)
+        for completion in group
+    ]
+    sizes = [len(prompt_ids) + len(completion.token_ids) for prompt_ids, completion in rows]
+    lengths = torch.tensor(sizes, dtype=torch.int64)
+    tokens = torch.full((len(rows), max(sizes, default=0)), pad_id, dtype=torch.int64)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    logprobs = torch.zeros_like(tokens, dtype=torch.float32)
+    for row, (prompt_ids, completion) in enumerate(rows):
+        start, end = len(prompt_ids), sizes[row]
+        tokens[row, :end] = torch.tensor(prompt_ids + completion.token_ids)
+        mask[row, start:end] = True if completion.sampled is None else torch.tensor(completion.sampled)
+        logprobs[row, start:end] = torch.tensor(completion.logprobs)
+    return tokens, lengths, mask, logprobs
+
+
+def pad_routing(completions: Sequence[Sequence[Completion]], shape: Sequence[int]) -> Tensor | None:
+    """The experts that the sampler chose for the tokens that `pad_completions` padded.
+
+    Args:
+        completions: The completions of each prompt, B in all.
+        shape: (B, T).
+
+    Returns:
+        int16 [B, T, layers, k], -1 for tokens that the sampler did not compute; None where experts were not recorded.
+    """
+    recorded = [completion.routing for group in completions for completion in group]
+    first = next((experts for experts in recorded if experts is not None), None)
+    if first is None:
+        return None
+    routing = first.new_full((*shape, *first.shape[1:]), -1)
+    for row, experts in zip(routing, recorded, strict=True):
+        if experts is not None:  # a dialogue may end before its first turn
+            row[: len(experts)] = experts
+    return routing
+
+
+def require_finite_logprobs(
+    prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], engine: str, version: int
+) -> None:
+    """Stop the run at a log-probability that is not finite, before the loss becomes NaN.
+
+    Args:
+        prompts: P prompts.
+        completions: The completions of each.
+        engine: Name of the engine, for the message.
+        version: Policy version, for the message.
+
+    Raises:
+        UserError: A log-probability is NaN or infinite; names the first such completion.
+    """
+    for prompt, group in zip(prompts, completions, strict=True):
+        for sample, completion in enumerate(group, start=1):
+            logprobs = completion.logprobs
+            bad = next((token for token, value in enumerate(logprobs) if not math.isfinite(value)), None)
+            if bad is not None:
+                raise UserError(
+                    f"the sampler's log-probabilities must be finite; at policy version {version} {engine} gave "
+                    f"{logprobs[bad]} at token {bad + 1} of {len(logprobs)} of completion {sample} of prompt "
+                    f"{prompt.id}; the policy diverged, or overflows there: lower the learning rate or the noise, or "
+                    "set another model.policy.dtype, and go on from a checkpoint before"
+                )

@@ -1,13 +1,13 @@
 """Metrics of a rollout, by TensorBoard tag, over the completions of all ranks."""
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
 
-from qerl_pl.algorithm.advantages import have_differences
-from qerl_pl.rollout.experience import Group, totals
+from qerl_pl.rollout.scoring import Group
 from qerl_pl.runtime.communicator import Communicator
 
 REPEATED_NGRAM = 4
@@ -15,22 +15,30 @@ REPEATED_SHARE = 0.5
 """A completion repeats itself if more than this share of its n-grams occur earlier in it."""
 
 
-def reward_metrics(groups: Sequence[Group], combined: Tensor) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], without_signal: int, logged: Mapping[str, Sequence[float]], ranks: Communicator
+) -> dict[str, float]:
+    """All metrics of a rollout but its times. Collective.
+
+    Args:
+        groups: All groups, those of other ranks without completions.
+        without_signal: Number of groups whose rewards are all equal, as the advantages combine them.
+        logged: What reward functions have logged on this rank, by name.
+        ranks: All training processes.
+    """
+    metrics = reward_metrics(groups) | {"completions/groups_without_signal_frac": without_signal / len(groups)}
+    return metrics | environment_metrics(groups) | completion_metrics(groups, ranks) | logged_means(logged, ranks)
+
+
+def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Mean and standard deviation of the rewards of all sampled completions, dropped groups included.
 
     A reward that applies to no completion has no metric of its own.
-
-    Args:
-        groups: All groups.
-        combined: The rewards of all completions as the advantages combine them, [B]; a group has no signal where they
-            are all equal.
     """
-    total = totals(groups)
+    total = torch.cat([group.total for group in groups])
     applies = total[~total.isnan()]
     metrics = {"reward/mean": applies.mean().item()}
     metrics["reward/std"] = applies.std().item() if len(applies) > 1 else math.nan  # of which PyTorch would warn
-    signal = have_differences(combined.view(len(groups), -1)).tolist()
-    metrics["completions/groups_without_signal_frac"] = signal.count(False) / len(groups)
     for name in groups[0].rewards:
         values = torch.cat([group.rewards[name] for group in groups])
         if not values.isnan().all():
@@ -98,3 +106,16 @@ def repeats_itself(token_ids: Sequence[int]) -> bool:
     """Whether more than half of a completion's 4-grams occur earlier in it: seq-rep-4 (arXiv 1908.04319, sec. 6)."""
     ngrams = list(zip(*(token_ids[start:] for start in range(REPEATED_NGRAM)), strict=False))
     return len(ngrams) - len(set(ngrams)) > REPEATED_SHARE * len(ngrams)
+
+
+@contextmanager
+def timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Add the time of the block to that of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+def slowest_seconds(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Each phase's time on its slowest rank, of the times by phase of every rank."""
+    return {f"time/{phase}_s": max(seconds[phase] for seconds in ranks) for phase in ranks[0]}

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.experience import pad_completions, pad_routing
+from qerl_pl.policy.policy import Policy
+from qerl_pl.rollout.collector import pad_completions, pad_routing
 from qerl_pl.types import Completion, PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
 MAX_PROMPT_TOKENS = 512
@@ -25,39 +24,6 @@ STRENGTHS = (1.0, 0.25, 0.0625)
 
 MODERATE_EFFECT = 2.0
 """Nats a token. A pretrained policy that is changed by more is chaotic: rounding alone changes it by nats."""
-
-
-class CheckedPolicy(Protocol):
-    """The methods of `qerl_pl.modules.Policy` that the check uses."""
-
-    @property
-    def device(self) -> torch.device:
-        """Device of its tensors."""
-
-    @property
-    def full_finetuning(self) -> bool:
-        """Whether every weight trains; then there is no adapter to switch off."""
-
-    def weights(self, version: int, *, reference: bool = False) -> PolicyWeights:
-        """Weights for an engine, or those of the reference policy."""
-
-    def token_values(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        mask: Tensor,
-        temperature: float,
-        *,
-        reference: bool = False,
-        routing: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probabilities at the tokens of the mask, float32 [B, T], and more; or the reference policy's."""
-
-    def perturbed(self, seed: int, strength: float) -> AbstractContextManager[None]:
-        """Inside the block the adapter, or some of the weights, are random."""
-
-    def eval(self) -> object:
-        """Switch dropout off."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +43,7 @@ class LogprobParity:
 
 def check_logprob_parity(
     engine: RolloutEngine,
-    policy: CheckedPolicy,
+    policy: Policy,
     prompts: Sequence[Prompt],
     version: int,
     seed: int,
@@ -117,7 +83,7 @@ def check_logprob_parity(
 
 def measure_logprob_parity(
     engine: RolloutEngine,
-    policy: CheckedPolicy,
+    policy: Policy,
     prompts: Sequence[Prompt],
     version: int,
     max_tokens: int = MAX_COMPARED_TOKENS,
@@ -137,7 +103,7 @@ def measure_logprob_parity(
 
 def measure_full_finetuning_parity(
     engine: RolloutEngine,
-    policy: CheckedPolicy,
+    policy: Policy,
     prompts: Sequence[Prompt],
     version: int,
     seed: int,
@@ -157,9 +123,7 @@ def measure_full_finetuning_parity(
 class _Comparison:
     """One greedy completion a prompt by the engine, and the trainer's log-probabilities of its tokens."""
 
-    def __init__(
-        self, engine: RolloutEngine, policy: CheckedPolicy, prompts: Sequence[Prompt], max_tokens: int
-    ) -> None:
+    def __init__(self, engine: RolloutEngine, policy: Policy, prompts: Sequence[Prompt], max_tokens: int) -> None:
         self.engine, self.policy = engine, policy
         self.prompts = [replace(prompt, token_ids=prompt.token_ids[:MAX_PROMPT_TOKENS]) for prompt in prompts]
         self.sampling = SamplingConfig(max_tokens=min(MAX_COMPARED_TOKENS, max_tokens), temperature=0.0)
@@ -173,10 +137,10 @@ class _Comparison:
         padded = pad_completions(self.prompts, completions, 0)
         tokens, lengths, mask, sampled = (tensor.to(self.policy.device) for tensor in padded)
         routing = pad_routing(completions, tokens.shape)
-        replay = {} if routing is None else {"routing": routing.to(tokens.device)}
+        routing = None if routing is None else routing.to(tokens.device)
         self.policy.eval()
         with torch.no_grad():
-            logprobs, *_ = self.policy.token_values(tokens, lengths, mask, 1.0, reference=reference, **replay)
+            logprobs, *_ = self.policy.token_values(tokens, lengths, mask, 1.0, reference=reference, routing=routing)
         return (logprobs - sampled)[mask].abs().mean().item(), logprobs[mask]
 
 

@@ -47,7 +47,7 @@ def words(prepared: Path, order: int, quantization: str, adapter: Path | None, f
         "model.policy.quantization": quantization,
         "data.path": prepared / "data",
         "data.val_split": "held_out",  # as in the runs
-        "rollout.eval_samples": samples,
+        "rollout.evaluation.samples": samples,
         "report": "{}",
         "trainer.default_root_dir": folder,
         **({} if adapter is None else {"model.policy.adapter": adapter, "model.policy.lora.targets": "null"}),

@@ -30,7 +30,8 @@ from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import Policy, PolicyConfig
 from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.rewards import as_rewards
-from qerl_pl.rollout import Collector, CollectorConfig
+from qerl_pl.rollout import Collector, CollectorConfig, Scorer
+from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.types import Experience, SamplingConfig
 
 
@@ -141,11 +142,13 @@ def measured(args: argparse.Namespace, folder: Path, device: torch.device) -> It
     data.setup("fit")
     prompts = next(iter(data.train_dataloader())).prompts
     sampling = SamplingConfig(max_tokens=max(args.lengths))
-    settings = CollectorConfig(as_rewards([zero]), args.group_size, sampling, mismatch_bound=args.mismatch_bound)
+    settings = CollectorConfig(Scorer(as_rewards([zero])), args.group_size, sampling)
     objective = GRPO()
     for sigma in args.sigmas:
         collector = Collector(settings, engine, AutoTokenizer.from_pretrained(base), objective, seed=0)
-        experience = collector.collect(prompts, policy.weights(0, NormNoise(sigma, 0, 0)), policy).to(device)
+        check_logprob_parity(engine, policy, prompts[:2], 0, 0, sampling.max_tokens, args.mismatch_bound)
+        engine.sync(policy.weights(0, NormNoise(sigma, 0, 0)))
+        experience = collector.collect(prompts, 0).to(device)
         old, sampler = trainer_logprobs(policy, experience, args.micro_batch_tokens), experience.sampler_logprobs
         lengths = []
         for length in args.lengths:

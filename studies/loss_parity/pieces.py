@@ -23,7 +23,7 @@ from qerl_pl.algorithm import (
     OnPolicyDistillation,
     RolloutCorrection,
 )
-from qerl_pl.algorithm.advantages import AdvantageNorm, group_advantages, normalized_then_summed
+from qerl_pl.algorithm.advantages import AdvantageNorm, Scores, group_advantages, normalized_then_summed
 from qerl_pl.algorithm.losses import KLEstimator, distillation_advantages, kl_divergence
 from qerl_pl.algorithm.objectives import LossInputs
 from qerl_pl.algorithm.off_policy import PRESETS, correction_weights
@@ -124,7 +124,7 @@ def loss_of(objective: Objective, sampler_is_old: bool = False) -> Callable[[Bat
                 logprobs=logprobs,
                 old_logprobs=batch.old,
                 sampler_logprobs=batch.old if sampler_is_old else batch.sampler,
-                advantages=objective.advantages(batch.rewards[:, 0], GROUP),
+                advantages=objective.advantages(Scores(batch.rewards[:, 0]), GROUP)[0],
                 mask=mask,
                 weights=objective.weights(mask, MAX_TOKENS, len(mask), float(mask.sum())),
                 ref_logprobs=batch.reference,

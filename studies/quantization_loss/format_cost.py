@@ -28,7 +28,7 @@ from qerl_pl.datamodules.tables import read_table
 from qerl_pl.formats.loftq import LOFTQ
 from qerl_pl.formats.quantize import Device, quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.rollout.experience import pad_completions
+from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.types import Completion, Prompt
 from studies.train_on_4_bits.reordered import reorder_checkpoint
 

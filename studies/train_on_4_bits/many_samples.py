@@ -1,7 +1,7 @@
 """pass@k of more samples than a study's runs draw, from the reports of `qerl test` on their adapters.
 
     qerl test -c RUN/config.yaml --model.policy.path RUN/adapter --model.policy.adapter null --resume null \
-        --rollout.eval_samples 64 --rollout.extra_eval_sampling '{cool: {temperature: 0.6}}' --report '{}' \
+        --rollout.evaluation.samples 64 --rollout.evaluation.extra_sampling '{cool: {temperature: 0.6}}' --report '{}' \
         --trainer.default_root_dir RUN/many_samples
     python -m studies.train_on_4_bits.many_samples lora16 nvfp4_aqn runs/gsm8k/*/many_samples \
         --name gsm8k_many_samples --commit COMMIT

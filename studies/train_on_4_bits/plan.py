@@ -67,8 +67,12 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """Hash of the run's settings, without machine-dependent values."""
-        made_of = [yaml.safe_load(self.config.read_text()), self.overrides]
+        """Hash of the run's settings, without machine-dependent values, named as when the first rows were measured."""
+        config = yaml.safe_load(self.config.read_text())
+        if "evaluation" in config.get("rollout", {}):
+            config["rollout"]["eval_samples"] = config["rollout"].pop("evaluation")["samples"]
+        overrides = {key.replace("evaluation.samples", "eval_samples"): value for key, value in self.overrides.items()}
+        made_of = [config, overrides]
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
 
     @property

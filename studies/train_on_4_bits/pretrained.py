@@ -39,6 +39,7 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.adapter import read_adapter
 from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, Reward
+from qerl_pl.rollout import Scorer
 from qerl_pl.types import Prompt, SamplingConfig
 
 MAX_PROMPT_TOKENS = 384
@@ -161,7 +162,8 @@ class Measurement:
 
         All completions, of up to `max_tokens` tokens (the measurement's by default), go to `file`, if there is one.
         """
-        config = EvaluatorConfig([REWARDS[style]], SamplingConfig(max_tokens=max_tokens or self.max_tokens), samples)
+        sampling = SamplingConfig(max_tokens=max_tokens or self.max_tokens)
+        config = EvaluatorConfig(Scorer([REWARDS[style]]), sampling, samples)
         evaluator = Evaluator(config, self.engine, AutoTokenizer.from_pretrained(self.tokenizer_folder), seed=seed)
         if file is not None:
             evaluator.use_cache(SampleCache(file))

@@ -283,7 +283,7 @@ def test_the_pretrained_study_is_the_planned_one() -> None:
     for (policy, method), taken in units.items():
         seeds, roundings = ((0, 1), 10) if (policy == "qwen" and method in plan.compare) else ((0,), 5)
         assert taken == {(rounding, 100 + 2 * rounding + seed) for rounding in range(roundings) for seed in seeds}
-    assert {run.overrides["rollout.eval_samples"] for run in plan.runs} == {16}
+    assert {run.overrides["rollout.evaluation.samples"] for run in plan.runs} == {16}
     assert [int(run.levels["seed"]) % 2 for run in plan.runs] == [0] * 90 + [1] * 20  # second seeds last
     assert {name for run in plan.runs for name in run.missing(plan.values)} == {"starts"}
 
