@@ -43,7 +43,7 @@ COMPARED = (
 
 def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
     """Two epochs of four rollouts of six prompts: dynamic sampling, noise, no dropout; five prompts to validate on."""
-    config = configuration(base, run)
+    config = configuration(base, run, summary=False)
     config["model"]["policy"]["lora"]["dropout"] = 0.0
     config["model"]["objective"]["init_args"] = {"beta": 0.1}
     config["model"]["optimizer"]["init_args"] = {"lr": 0.002}

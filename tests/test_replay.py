@@ -239,13 +239,13 @@ def test_the_routing_of_a_dialogue_is_that_of_all_its_tokens(base: Path, tmp_pat
     rollout = RolloutCallback(
         {},
         engine,
-        group_size=6,
-        sampling=SamplingConfig(max_tokens=120),
+        group_size=4,
+        sampling=SamplingConfig(max_tokens=60),
         environment=Echo,
         max_turns=3,
-        max_turn_tokens=30,
+        max_turn_tokens=15,
     )
-    trainer = trainer_of(tmp_path, watched, rollout=rollout, noise=False, max_steps=2)
+    trainer = trainer_of(tmp_path, watched, rollout=rollout, noise=False, max_steps=2, limit_val_batches=0)
     data = GuessingDataModule(
         GuessingGame(highest=7, turns=3), train_size=8, batch_size=2, val_size=2, max_prompt_tokens=130
     )

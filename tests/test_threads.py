@@ -37,6 +37,7 @@ print(max(after[thread] - before[thread] for thread in after if thread != os.get
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
 def test_threads_that_wait_sleep_whatever_was_imported_first(tmp_path: Path, tiny_policy_dir: Path) -> None:
     places = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
