@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from light_helpers import Echo
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file, save_file
 from short_run import trainer_of
@@ -188,23 +189,6 @@ def test_a_run_replays_what_its_sampler_chose(base: Path, tmp_path: Path, monkey
     path = written(base, tmp_path / "run", "nvfp4")
     assert main(["fit", "-c", str(path), "--model.policy.replay_routing", "true"]) == 0
     assert replayed and all(same.numel() and same.all() for same in replayed)
-
-
-class Echo:
-    """An environment that answers whatever is said."""
-
-    def reset(self, **row: Any) -> None:
-        """Begin a dialogue."""
-        self.length = 0
-
-    def step(self, text: str) -> tuple[str, bool]:
-        """An answer, and whether the dialogue is over."""
-        self.length = len(text)
-        return "go on", False
-
-    def get_reward(self) -> float:
-        """One that differs between dialogues."""
-        return float(self.length)
 
 
 class Watched(Callback):
