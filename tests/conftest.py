@@ -33,8 +33,10 @@ VLLM_FILES = (
     "test_engines",
     "test_families",
     "test_full",
+    "test_gpt_oss",
     "test_kv_cache_dtype",
     "test_ports",
+    "test_replay",
     "test_terminal",
     "test_vllm_compat",
     "test_vllm_sampler",
@@ -42,24 +44,9 @@ VLLM_FILES = (
 """Files that import vLLM, which takes ten seconds: one worker runs them all."""
 
 SLOW_FILES = (
-    *(
-        "test_ranks",
-        "test_environment_runs",
-        *VLLM_FILES,
-        "test_resume",
-        "test_fit",
-        "test_mistakes",
-        "test_decode_gemm",
-    ),
-    *(
-        "test_math_answer",
-        "test_docs",
-        "test_every_way",
-        "test_configs",
-        "test_sft",
-        "test_start",
-        "test_decode_gemm_compiled",
-    ),
+    *("test_ranks", "test_environment_runs", *VLLM_FILES, "test_resume", "test_configs", "test_math_answer"),
+    *("test_docs", "test_fit", "test_environments", "test_decode_gemm", "test_reference_trajectory", "test_sft"),
+    *("test_mistakes", "test_start", "test_evaluation", "test_left_behind", "test_hostile_tools", "test_dry_run"),
 )
 """Files that take longest, in that order."""
 

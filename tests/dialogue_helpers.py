@@ -1,13 +1,11 @@
 """Dialogues without a model: chat templates of several families, environments in this process, an engine that talks."""
 
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-import psutil
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.environments.contract import Opening, ToolAnswer
@@ -240,15 +238,3 @@ class Talking:
         completion = Completion(tuple(ids), logprobs, "length" if cut else "stop")
         self.log.append((request, completion))
         return completion
-
-
-def gone(pid: int) -> bool:
-    """Whether a process ends, which may take the system a moment."""
-    for _ in range(200):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False

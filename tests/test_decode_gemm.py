@@ -150,7 +150,7 @@ def test_tokens_of_a_block_do_not_see_each_other():
 
 @pytest.mark.parametrize("tile", TILES)
 def test_a_tile_of_any_form_gives_the_same_product(tile):
-    weight, bias, a, b = linear(320, 128, rank=8, with_bias=True)
+    weight, bias, a, b = linear(192, 128, rank=8, with_bias=True)
     x = tokens_of(tile.width + 5, 128)
     actual = triton_decode_gemm.decode_gemm_linear(x, weight, bias, a, b, (0,), tile)
     expected = plain(x, weight, bias, a, b)

@@ -32,7 +32,7 @@ SPECIAL = r"<\|(?:pad|eos)\|>"
 
 def game(base: Path, run: Path, **rollout: Any) -> dict[str, Any]:
     """The run of `fit_helpers` with the guessing game, its own reward, and a checkpoint after each rollout."""
-    config = configuration(base, run)
+    config = configuration(base, run, summary=False)
     config["model"]["policy"]["lora"]["dropout"] = 0.0
     config["data"] = {
         "class_path": "qerl_pl.datamodules.GuessingDataModule",
@@ -157,7 +157,7 @@ def test_two_ranks_are_one_run(game_policy_dir: Path, tmp_path: Path) -> None:
     for devices in (1, 2):
         config = game(game_policy_dir, tmp_path / str(devices) / "run")
         config["model"]["optimizer"]["init_args"] = {"lr": 0.002}
-        config["trainer"] |= {"devices": devices, "max_steps": 4 * 5, "val_check_interval": 2}
+        config["trainer"] |= {"devices": devices, "max_steps": 4 * 3, "val_check_interval": 2}
         if devices == 1:
             status, output = fit(config)
             assert status == 0, output

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import psutil
 import pytest
-from dialogue_helpers import gone
+from light_helpers import gone
 
 from qerl_pl.environments import EnvironmentPool, Opening, ToolAnswer
 from qerl_pl.environments.contract import load_factory, methods_of, row_arguments, takes_row

@@ -280,7 +280,7 @@ def test_a_signal_stops_an_evaluation_at_once(
 def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
     tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings = configuration(tiny_policy_dir, tmp_path / "run", summary=False)
     settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2}
     settings["model"]["policy"]["quantization"] = "none"
     QeRLCLI({"subcommand": "fit", "fit": settings})

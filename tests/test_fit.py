@@ -31,8 +31,8 @@ from qerl_pl.runtime.checkpoint_io import newest_checkpoint
 CALLBACKS = "qerl_pl.callbacks."
 
 
-def settings_of(base: Path, run: Path, rollouts: int = 2) -> dict[str, Any]:
-    settings = configuration(base, run)
+def settings_of(base: Path, run: Path, rollouts: int = 2, summary: bool = False) -> dict[str, Any]:
+    settings = configuration(base, run, summary)
     settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": rollouts}
     return settings
 
@@ -59,7 +59,7 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 def finished(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("fit") / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
-        fit(settings_of(tiny_policy_dir, run), monkeypatch)
+        fit(settings_of(tiny_policy_dir, run, summary=True), monkeypatch)
     return run
 
 
@@ -308,7 +308,7 @@ def test_a_development_run_leaves_nothing_to_go_on_from(
 def test_what_was_not_validated_whole_before_training_or_not_after_it_has_no_accuracy(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, measured: bool
 ) -> None:
-    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings = settings_of(tiny_policy_dir, tmp_path / "run", summary=True)
     settings["trainer"] |= {"num_sanity_val_steps": steps, "check_val_every_n_epoch": 5}
     fit(settings, monkeypatch)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -383,7 +383,7 @@ def test_self_check_sees_an_adapter_that_is_never_written_before_it_has_learned_
 def test_a_run_whose_completions_are_all_truncated_claims_no_means(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_of(tiny_policy_dir, tmp_path / "run")
+    settings = settings_of(tiny_policy_dir, tmp_path / "run", summary=True)
     settings["model"]["objective"] = {"class_path": "qerl_pl.algorithm.DAPO"}  # leaves truncated completions out
     callback_of(settings, "RolloutCallback")["init_args"]["sampling"] = {"max_tokens": 1}
     fit(settings, monkeypatch)

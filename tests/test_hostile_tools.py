@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from dialogue_helpers import gone
 from hostile_environment import KINDS, SPECIAL
+from light_helpers import gone
 
 from qerl_pl.environments import EnvironmentPool, ToolAnswer
 from qerl_pl.environments.pool import Session

@@ -45,6 +45,7 @@ def test_ctrl_c_while_it_imports_ends_it_without_a_traceback(words: list[str]) -
     assert importing(*words) == (130, "", "")
 
 
+@pytest.mark.nightly
 def test_what_ignores_ctrl_c_goes_on() -> None:
     status, _, error = importing("ignored")
     assert status == 2 and error.startswith("qerl: ")  # it lacks an argument

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from dialogue_helpers import LocalPool
+from light_helpers import WordyGame
 from lightning.pytorch import Callback, LightningModule, Trainer
 from short_run import module_of, trainer_of
 from test_dialogue_rollouts import PROMPTS, SAMPLING, Game, Playing, sampler_of
@@ -17,16 +18,8 @@ from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.environments.sampler import DialogueJob
 from qerl_pl.rollout.collector import pad_routing
-from qerl_pl.toy.game import GuessingGame, GuessNumber
+from qerl_pl.toy.game import GuessingGame
 from qerl_pl.types import Completion, DialogueFacts, RolloutRequest
-
-
-class WordyGame(GuessNumber):
-    """Begins games of even numbers with an observation of several hundred tokens."""
-
-    def reset(self, answer: str, **row: Any) -> str | None:  # type: ignore[override]
-        super().reset(answer)
-        return "word " * 300 if int(answer) % 2 == 0 else None
 
 
 def test_a_long_observation_ends_its_dialogue_before_the_first_turn(caplog: pytest.LogCaptureFixture) -> None:

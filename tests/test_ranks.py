@@ -43,7 +43,7 @@ COMPARED = (
 
 def settings(base: Path, run: Path, devices: int) -> dict[str, Any]:
     """Two epochs of four rollouts of six prompts: dynamic sampling, noise, no dropout; five prompts to validate on."""
-    config = configuration(base, run)
+    config = configuration(base, run, summary=False)
     config["model"]["policy"]["lora"]["dropout"] = 0.0
     config["model"]["objective"]["init_args"] = {"beta": 0.1}
     config["model"]["optimizer"]["init_args"] = {"lr": 0.002}
@@ -146,10 +146,10 @@ def test_three_ranks_are_one_run(alone: Path, tiny_policy_dir: Path, tmp_path: P
     same_run(alone, train(settings(tiny_policy_dir, tmp_path / "run", 3)))
 
 
-def signalled(base: Path, run: Path, rank: int, number: int) -> dict[str, Any]:
-    """A run on two ranks, one of which gets a signal in its fourth rollout, the first after a checkpoint."""
+def signalled(base: Path, run: Path, rank: int, number: int, version: int = 3) -> dict[str, Any]:
+    """A run on two ranks, one of which gets a signal in a rollout: in the fourth, the first after a checkpoint."""
     config = settings(base, run, 2)
-    init_args = {"rank": rank, "number": int(number), "version": 3}
+    init_args = {"rank": rank, "number": int(number), "version": version}
     config["trainer"]["callbacks"].append({"class_path": "fit_helpers.SignalsItself", "init_args": init_args})
     return config
 
@@ -160,12 +160,16 @@ def same_bits(one: Path, other: Path) -> None:
     assert completions(one) == completions(other)
 
 
-def test_a_killed_rank_ends_the_run_with_its_reason_and_torchrun_goes_on_bit_for_bit(
-    two: Path, tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    config = signalled(tiny_policy_dir, tmp_path / "run", 1, signal.SIGKILL)
+def test_a_killed_rank_ends_the_run_with_its_reason(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    config = signalled(tiny_policy_dir, tmp_path / "run", 1, signal.SIGKILL, version=0)
     assert launch(config).wait(timeout=240) not in (0, -signal.SIGKILL), printed(config)
     assert printed(config).splitlines()[-1].startswith("qerl: rank 1: its process was ended by SIGKILL")
+
+
+@pytest.mark.nightly
+def test_torchrun_goes_on_bit_for_bit(two: Path, tiny_policy_dir: Path, tmp_path: Path) -> None:
+    statuses, output = fit_on_ranks(signalled(tiny_policy_dir, tmp_path / "run", 1, signal.SIGKILL))
+    assert statuses == [1, -signal.SIGKILL], output
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     config = settings(tiny_policy_dir, tmp_path / "run", 2)
     assert launch(config, "--resume", "auto", launcher=torchrun).wait(timeout=240) == 0, printed(config)

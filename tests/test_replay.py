@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from light_helpers import Echo
 from lightning.pytorch import Callback, LightningModule, Trainer
 from safetensors.torch import load_file, save_file
 from short_run import trainer_of
@@ -190,23 +191,6 @@ def test_a_run_replays_what_its_sampler_chose(base: Path, tmp_path: Path, monkey
     assert replayed and all(same.numel() and same.all() for same in replayed)
 
 
-class Echo:
-    """An environment that answers whatever is said."""
-
-    def reset(self, **row: Any) -> None:
-        """Begin a dialogue."""
-        self.length = 0
-
-    def step(self, text: str) -> tuple[str, bool]:
-        """An answer, and whether the dialogue is over."""
-        self.length = len(text)
-        return "go on", False
-
-    def get_reward(self) -> float:
-        """One that differs between dialogues."""
-        return float(self.length)
-
-
 class Watched(Callback):
     """Compares, before each update, the trainer's log-probabilities with the sampler's, routing replayed."""
 
@@ -239,11 +223,11 @@ def test_the_routing_of_a_dialogue_is_that_of_all_its_tokens(base: Path, tmp_pat
     rollout = RolloutCallback(
         {},
         engine,
-        group_size=6,
-        sampling=SamplingConfig(max_tokens=120),
-        environment=EnvironmentConfig(factory=Echo, max_turns=3, max_turn_tokens=30),
+        group_size=4,
+        sampling=SamplingConfig(max_tokens=60),
+        environment=EnvironmentConfig(factory=Echo, max_turns=3, max_turn_tokens=15),
     )
-    trainer = trainer_of(tmp_path, watched, rollout=rollout, noise=False, max_steps=2)
+    trainer = trainer_of(tmp_path, watched, rollout=rollout, noise=False, max_steps=2, limit_val_batches=0)
     data = GuessingDataModule(
         GuessingGame(highest=7, turns=3), train_size=8, batch_size=2, val_size=2, max_prompt_tokens=130
     )

@@ -141,7 +141,7 @@ KILLS: list[tuple[Callable[[], None], list[str]]] = [
 def test_a_run_that_is_killed_again_and_again_resumes_bit_for_bit(
     uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    settings, kept = configuration(tiny_policy_dir, tmp_path / "run"), False
+    settings, kept = configuration(tiny_policy_dir, tmp_path / "run", summary=False), False
     settings["trainer"]["num_sanity_val_steps"] = -1
     for die, found in KILLS:
         status, output = fit(settings, "--resume", "auto", prepare=die)
@@ -175,7 +175,7 @@ def curve(run: Path, tag: str) -> list[tuple[int, float]]:
 def test_asked_to_stop_saves_says_how_to_resume_and_resumes_bit_for_bit(
     uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings = configuration(tiny_policy_dir, tmp_path / "run", summary=False)
     for number, rollout, left in ((signal.SIGTERM, 5, "step=5.ckpt"), (signal.SIGINT, 2, "step=7.ckpt")):
         status, output = fit(settings, "--resume", "auto", prepare=ask_to_stop_in_generation(number, rollout))
         assert status == 128 + number, output
@@ -350,7 +350,7 @@ def test_a_fresh_run_does_not_mix_its_checkpoints_with_anothers(uninterrupted: P
 
 def without_a_plan(base: Path, run: Path) -> dict[str, Any]:
     """A run whose rate and noise do not depend on how many rollouts are planned."""
-    settings = configuration(base, run)
+    settings = configuration(base, run, summary=False)
     settings["model"] |= {"lr_scheduler": "constant", "warmup_ratio": 0.0}
     callbacks = settings["trainer"]["callbacks"]
     settings["trainer"]["callbacks"] = [one for one in callbacks if "Noise" not in one["class_path"]]

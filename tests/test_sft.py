@@ -339,7 +339,7 @@ def test_a_run_refuses_other_data_and_another_kind_of_training(
     settings = sft_settings(tiny_policy_dir, run)
     status, output = fit(settings, "--resume", "auto", "--data.train_size", "12")
     assert status == 2 and "in the same order; the training conversations differ; restore" in output, output
-    learning = configuration(tiny_policy_dir, run)
+    learning = configuration(tiny_policy_dir, run, summary=False)
     status, output = fit(learning, "--resume", "auto")
     assert status == 2 and "the checkpoint is of supervised fine-tuning and this is reinforcement learning" in output
 

@@ -240,7 +240,7 @@ def test_the_divergence_from_the_reference_is_zero_at_the_start(
 
 def from_adapter(base: Path, adapter: Path, run: Path) -> dict[str, Any]:
     """A run of four rollouts from an adapter, with a KL term."""
-    settings = configuration(base, run)
+    settings = configuration(base, run, summary=False)
     policy = {"path": str(base), "dtype": "float32", "adapter": str(adapter), "lora": {"dropout": 0.1}}
     settings["model"] |= {"policy": policy}
     settings["model"]["objective"]["init_args"] = {"beta": 0.1}

@@ -110,7 +110,9 @@ def nobody_reads() -> None:
 
 
 def test_the_adapter_is_written_although_nobody_reads_the_table(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    status, output = fit(configuration(tiny_policy_dir, tmp_path / "run"), prepare=nobody_reads)
+    settings = configuration(tiny_policy_dir, tmp_path / "run")
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 1}
+    status, output = fit(settings, prepare=nobody_reads)
     assert status != 0 and (tmp_path / "run" / "adapter" / "adapter_config.json").is_file(), output
 
 
