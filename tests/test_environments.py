@@ -551,8 +551,8 @@ def test_many_dialogues_leave_no_process_and_no_file() -> None:
         assert session.call("wait", {"seconds": 60}).result().done
         session.close()
     assert abs(used()[1] - descriptors) <= 1
-    assert pool._loop is not None
-    first = psutil.Process(pool._loop._process.pid)
+    assert pool._processes is not None
+    first = psutil.Process(pool._processes.server.pid)
     for _ in range(200):
         if not (left := first.children()):
             break
@@ -582,8 +582,8 @@ def test_the_first_process_may_be_killed() -> None:
     pool.check()
     session = pool.open({"secret": 1})
     worker, _ = worker_of(session)
-    assert pool._loop is not None
-    pool._loop._process.kill()
+    assert pool._processes is not None
+    pool._processes.server.kill()
     session.call("guess", {"number": 1}).result()
     with pytest.raises(UserError, match="must not fail in __init__; Guess: the environment's process ended"):
         for _ in range(2):  # the first may take the worker that is idle
@@ -597,9 +597,9 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_dialogue() -> None:
     pool = EnvironmentPool(Guess)
     session = pool.open({"secret": 1})
     worker, _ = worker_of(session)
-    assert pool._loop is not None
+    assert pool._processes is not None
     for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(pool._loop._process.pid, number)
+        os.kill(pool._processes.server.pid, number)
         os.kill(worker, number)
     assert session.call("guess", {"number": 1}).result().text == "right"
     assert worker_of(session)[0] == worker
@@ -634,7 +634,7 @@ TRAINER = """
 
     pool = EnvironmentPool(Here, time_limit=1000.0)
     sessions = [pool.open({}) for _ in range(3)]
-    print(*[session.call("process", {}).result().text for session in sessions], pool._loop._process.pid, flush=True)
+    print(*[session.call("process", {}).result().text for session in sessions], pool._processes.server.pid, flush=True)
     sessions[0].call("hang", {})
     sessions[1].call("hang", {})
     # A blocking read would not see a signal that comes between Python's last check for signals and the system call.
