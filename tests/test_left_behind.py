@@ -19,7 +19,7 @@ from qerl_pl.environments.contract import methods_of
 from qerl_pl.environments.worker import Worker
 from qerl_pl.errors import UserError
 from qerl_pl.rewards.math_answer import MathPool
-from qerl_pl.runtime.processes import cores, worker_variables
+from qerl_pl.runtime.process_pool import cores, worker_variables
 
 
 def note(file: str, text: str) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from shared_data import DATA, needs_data, read
 
@@ -424,7 +425,8 @@ def test_what_kills_the_grading_is_told_as_itself_and_not_as_a_rewards_mistake()
     asked: list[str] = []
 
     async def killed_when_asked(worker: Any, seconds: float, *request: Any, ask: Any = WorkerProcess.ask) -> Any:
-        os.kill(worker.pid, signal.SIGKILL)
+        for child in psutil.Process(pid(reward)).children():
+            child.kill()
         asked.append(request[1])
         return await ask(worker, seconds, *request)
 

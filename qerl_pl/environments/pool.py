@@ -17,8 +17,7 @@ import cloudpickle
 from qerl_pl.environments.contract import Factory, Opening, ToolAnswer, name_of
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.patience import Patience
-from qerl_pl.runtime.process_pool import END_TIMEOUT_S, ProcessPool, WorkerProcess
-from qerl_pl.runtime.processes import worker_variables
+from qerl_pl.runtime.process_pool import END_TIMEOUT_S, ProcessPool, WorkerProcess, worker_variables
 
 log = logging.getLogger("qerl_pl")
 
@@ -182,44 +181,41 @@ class Session:
         self._worker = worker
         return Opening(reply["observation"], reply["tools"], reply["steps"])
 
-    async def _answer(self, kind: str, *arguments: Any) -> ToolAnswer:
+    async def _ask(self, kind: str, *arguments: Any) -> Mapping[str, Any]:
+        """A worker's reply; one that is gone is released."""
         if self._worker is None:
-            return ToolAnswer(f"Error: {_GONE}", True, 0.0, done=True)
+            return {"error": _GONE, "gone": True, "raised": False, "seconds": 0.0}
         started = time.perf_counter()
         reply = await self._worker.ask(self._processes.limit, kind, *arguments)
-        seconds = reply.get("seconds", time.perf_counter() - started)
-        gone = self._gone(reply)
+        if "gone" in reply:
+            self._processes.release(self._worker, reusable=False)
+            self._worker = None
+        return {"seconds": time.perf_counter() - started, **reply}
+
+    async def _answer(self, kind: str, *arguments: Any) -> ToolAnswer:
+        reply = await self._ask(kind, *arguments)
         if "error" in reply:
-            return ToolAnswer(f"Error: {reply['error']}", True, seconds, gone, gone or reply.get("raised", False))
-        return ToolAnswer(reply["text"], False, seconds, done=reply["done"])
+            gone = "gone" in reply
+            return ToolAnswer(f"Error: {reply['error']}", True, reply["seconds"], gone, reply.get("raised", gone))
+        return ToolAnswer(reply["text"], False, reply["seconds"], reply["done"])
 
     async def _reward(self, messages: list[Mapping[str, Any]]) -> float | None:
-        if self._worker is None:
-            return None
-        reply = await self._worker.ask(self._processes.limit, "reward", messages)
-        if self._gone(reply):
-            log.warning("a dialogue has no reward of its environment: get_reward: %s", reply["error"])
+        reply = await self._ask("reward", messages)
+        if "gone" in reply:
+            if reply["error"] != _GONE:
+                log.warning("a dialogue has no reward of its environment: get_reward: %s", reply["error"])
             return None
         if "error" in reply:
             self._processes.raise_error("get_reward", reply)
         return reply["reward"]
 
     async def _close(self) -> None:
+        reply = await self._ask("close")
         worker, self._worker = self._worker, None
+        if "error" in reply and reply["error"] != _GONE:
+            self._processes.warn(_CLOSE_FAILS, reply["error"])
         if worker is not None:
-            reply = await worker.ask(self._processes.limit, "close")
-            if "error" in reply:
-                self._processes.warn(_CLOSE_FAILS, reply["error"])
             self._processes.release(worker, reusable=reply.get("reusable", False))
-
-    def _gone(self, reply: Mapping[str, Any]) -> bool:
-        """Whether the worker is gone, which this releases."""
-        if not reply.get("gone"):
-            return False
-        if self._worker is not None:
-            self._processes.release(self._worker, reusable=False)
-            self._worker = None
-        return True
 
 
 class _Environments(ProcessPool):

@@ -11,12 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import psutil
+
 from qerl_pl.environments.contract import load_factory, methods_of, row_arguments, takes_messages, takes_row
 from qerl_pl.errors import UserError
-from qerl_pl.runtime.fork_server import ERROR_CHARS, clean, descendants, one_line
+from qerl_pl.runtime.fork_server import ERROR_CHARS, clean, one_line
 
 
 def load(settings: tuple[bytes, int]) -> Callable[[], "Worker"]:
@@ -186,13 +189,12 @@ class Worker:
         return {"text": text, "done": self._done()}
 
 
-def _left() -> tuple[int, set[int]]:
+def _left() -> tuple[int, set[psutil.Process]]:
     """Number of threads, and the processes that this one started, also those whose own parents have ended."""
-    try:
+    with suppress(ChildProcessError):  # without any, nothing is to be looked for
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return threading.active_count(), set()
-    return threading.active_count(), descendants(os.getpid())
+        return threading.active_count(), {*psutil.Process().children(recursive=True)}
+    return threading.active_count(), set()
 
 
 async def _awaited(value: Any) -> Any:

@@ -13,8 +13,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.answers import answer_of, only_text, same_prose, same_text
 from qerl_pl.rewards.base import Reward, RewardSample, refuse_empty_references
 from qerl_pl.runtime.communicator import warn_of_this_rank
-from qerl_pl.runtime.process_pool import ProcessPool
-from qerl_pl.runtime.processes import cores, worker_variables
+from qerl_pl.runtime.process_pool import ProcessPool, cores, worker_variables
 
 log = logging.getLogger("qerl_pl")
 

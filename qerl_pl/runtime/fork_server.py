@@ -21,15 +21,17 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import psutil
 
 Header = struct.Struct("!i")
-"""The length of a message in bytes, as `Connection` sends it; also a command: the worker to kill, or 0 to fork one."""
+"""The length of a message in bytes, as `Connection` sends it; also a command: the number of a worker, to fork with a
+socket, to kill without."""
 ERROR_CHARS = 400
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _JOB_SIGNALS: dict[signal.Signals, Any] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -59,11 +61,6 @@ def one_line(error: BaseException) -> str:
     return clean(" ".join(lines.split()))[:ERROR_CHARS]
 
 
-def descendants(pid: int) -> set[int]:
-    """The processes that a process started, and those that these did."""
-    return {process.pid for process in psutil.Process(pid).children(recursive=True)}
-
-
 def _send(connection: Connection, reply: Mapping[str, Any]) -> None:
     """Send a message in JSON: the trainer unpickles nothing that a worker made."""
     connection.send_bytes(json.dumps(reply).encode())
@@ -71,20 +68,17 @@ def _send(connection: Connection, reply: Mapping[str, Any]) -> None:
 
 def _serve(connection: Connection, worker: Worker) -> None:
     """Answer requests until the trainer closes the connection."""
-    process = os.getpid()
-    _send(connection, {"pid": process})
-    _send(connection, worker.start())
+    process, reply = os.getpid(), worker.start()
     while True:
+        _send(connection, reply)
         reply = worker.answer(*pickle.loads(connection.recv_bytes()))
         if os.getpid() != process:  # a fork that a tool made and that came back
             os._exit(0)
-        _send(connection, reply)
 
 
-def _adopt_orphans() -> None:
-    """Become the parent of processes below this one whose parents end, so that they can be found and killed."""
+def _set_process_control(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 class ForkServer:
@@ -104,8 +98,9 @@ class ForkServer:
         self.notices = notices
         self.memory = memory
         self.make_worker = make_worker
-        self.alive: set[int] = set()
-        self.own = descendants(os.getpid())  # of the loaded module
+        self.alive: dict[int, int] = {}
+        """Process ids of the workers by their numbers."""
+        self.own = psutil.Process().children()  # of the loaded module
 
     def run(self) -> None:
         """Obey until the trainer is gone."""
@@ -116,31 +111,35 @@ class ForkServer:
         poll = select.poll()
         poll.register(self.commands, select.POLLIN)
         poll.register(woken, select.POLLIN)
-        try:
-            while True:
-                ready = {descriptor for descriptor, _ in poll.poll()}
-                if woken in ready:
-                    os.read(woken, 4096)
-                    self.reap()
-                if self.commands.fileno() in ready:
-                    message, sockets, *_ = socket.recv_fds(self.commands, Header.size, 1)
-                    if not message:
-                        return
-                    if not sockets:
-                        self.kill(Header.unpack(message)[0])
-                    elif (pid := os.fork()) == 0:
-                        self.become_worker(Connection(sockets[0]))
-                    else:
-                        os.close(sockets[0])
-                        self.alive.add(pid)
-        finally:
-            _kill_with_descendants(os.getpid(), itself=False)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if woken in ready:
+                os.read(woken, 4096)
+                self.reap()
+            if self.commands.fileno() in ready:
+                message, sockets, *_ = socket.recv_fds(self.commands, Header.size, 1)
+                if not message:
+                    break
+                (number,) = Header.unpack(message)
+                if not sockets:
+                    if number in self.alive:
+                        os.kill(self.alive[number], signal.SIGKILL)
+                elif (pid := os.fork()) == 0:
+                    self.become_worker(Connection(sockets[0]))
+                else:
+                    os.close(sockets[0])
+                    self.alive[number] = pid
+        while left := psutil.Process().children():  # of whose ends this becomes the parent of theirs
+            for process in left:
+                process.kill()
+            psutil.wait_procs(left)
 
     def become_worker(self, connection: Connection) -> None:
         """Answer requests in this process, and end it."""
         try:
-            os.setsid()  # a group of its own, killed together with what its tools start
-            _adopt_orphans()
+            _set_process_control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _set_process_control(_PR_SET_CHILD_SUBREAPER, 1)
+            os.setsid()  # what a tool sends to its group does not reach others
             signal.set_wakeup_fd(-1)
             self.commands.close()
             self.notices.close()
@@ -162,52 +161,19 @@ class ForkServer:
         finally:
             os._exit(0)
 
-    def kill(self, pid: int) -> None:
-        """Kill a worker, unless it has ended, and the processes that its tools started."""
-        if pid in self.alive:
-            _kill_with_descendants(pid)
-
     def reap(self) -> None:
-        """Collect the workers that ended, with what is left of their tools' processes, and report them."""
-        while (ended := _ended_child()) is not None:
-            _kill_group(ended)  # before its number is free for others
-            status = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
-            if ended in self.alive:
-                self.alive.remove(ended)
-                try:
-                    _send(self.notices, {"pid": ended, "status": status})
-                except (BrokenPipeError, ConnectionResetError):
-                    return  # the trainer is gone, as COMMANDS will say
-        for orphan in psutil.Process().children():
-            if orphan.pid not in self.alive | self.own:
-                _kill_with_descendants(orphan.pid)
+        """Collect and report the workers that ended, and kill what is left of their tools' processes.
 
-
-def _ended_child() -> int | None:
-    """A child that ended and is not yet collected."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if ended is None else ended.si_pid
-
-
-def _kill_with_descendants(pid: int, itself: bool = True) -> None:
-    """Kill the processes that a process started, also those in sessions of their own, and then the process."""
-    for descendant in descendants(pid):
-        _kill_group(descendant)
-    if itself:
-        _kill_group(pid)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        try:
-            os.kill(pid, signal.SIGKILL)  # not yet in a group of its own
-        except ProcessLookupError:
-            pass
+        Those became children of this process by their parents' ends; killing one brings its own children here.
+        """
+        with suppress(ChildProcessError, BrokenPipeError, ConnectionResetError):  # no child is left, or no trainer
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                for number in [number for number, pid in self.alive.items() if pid == ended[0]]:
+                    del self.alive[number]
+                    _send(self.notices, {"number": number, "status": os.waitstatus_to_exitcode(ended[1])})
+        for process in psutil.Process().children():
+            if process.pid not in self.alive.values() and process not in self.own:
+                process.kill()
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
@@ -257,7 +223,7 @@ def main(commands: socket.socket, notices: Connection) -> None:
         _send(notices, {"error": one_line(error)})
         return
     signal.alarm(0)
-    _adopt_orphans()
+    _set_process_control(_PR_SET_CHILD_SUBREAPER, 1)
     gc.freeze()  # collections in forks would copy its pages
     _send(notices, {})
     ForkServer(commands, notices, setup["memory"], make_worker).run()

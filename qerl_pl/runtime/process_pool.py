@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +22,47 @@ from qerl_pl.runtime.fork_server import Header
 END_TIMEOUT_S = 5.0
 """Seconds that a process has to end."""
 _START_TIMEOUT_S = 120
+_PASSED = frozenset(
+    """
+    PATH HOME USER LOGNAME SHELL TZ TMPDIR TEMP TMP LD_LIBRARY_PATH LD_PRELOAD LANG LANGUAGE LC_ALL LC_CTYPE LC_COLLATE
+    LC_MESSAGES LC_MONETARY LC_NUMERIC LC_TIME PYTHONHASHSEED PYTHONHOME PYTHONPATH PYTHONUSERBASE PYTHONNOUSERSITE
+    PYTHONUTF8 PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONWARNINGS PYTHONIOENCODING VIRTUAL_ENV CONDA_PREFIX
+    XDG_CACHE_HOME XDG_CONFIG_HOME XDG_DATA_HOME XDG_RUNTIME_DIR OMP_NUM_THREADS OMP_WAIT_POLICY MKL_NUM_THREADS
+    OPENBLAS_NUM_THREADS NUMBA_NUM_THREADS CUDA_VISIBLE_DEVICES CUDA_HOME TRITON_INTERPRET TOKENIZERS_PARALLELISM
+    QERL_CACHE QERL_DEBUG HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_DATASETS_CACHE HF_DATASETS_OFFLINE NLTK_DATA
+    TRANSFORMERS_OFFLINE HTTP_PROXY HTTPS_PROXY NO_PROXY http_proxy https_proxy no_proxy SSL_CERT_FILE SSL_CERT_DIR
+    REQUESTS_CA_BUNDLE CURL_CA_BUNDLE
+    """.split()
+)
+"""Variables that programs need to run, and that hold no secrets."""
+_PASSWORD = re.compile(r"://[^/\s]*@")
+"""A URL with a password, as of a proxy."""
 T = TypeVar("T")
+
+
+def worker_variables(names: Iterable[str] = ()) -> dict[str, str]:
+    """Variables of the environment for worker processes: those that programs need to run, and no tokens.
+
+    Args:
+        names: Further variables to pass.
+    """
+    named = set(names)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in named or (name in _PASSED and not _PASSWORD.search(value))
+    }
+
+
+def cores() -> int:
+    """CPU cores that this process may use, divided by the ranks on its machine, unless SLURM has divided them."""
+    try:
+        available = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        available = os.cpu_count() or 1
+    if available < int(os.environ.get("SLURM_CPUS_ON_NODE", 0)):
+        return available
+    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 class WorkerProcess:
@@ -29,23 +70,19 @@ class WorkerProcess:
 
     Args:
         name: What messages call it.
+        number: Its number.
         reader: Of its replies.
         writer: Of requests.
     """
 
-    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.name, self.reader, self.writer = name, reader, writer
-        self.pid: int | None = None
+    def __init__(self, name: str, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.name, self.number, self.reader, self.writer = name, number, reader, writer
         self.made: Mapping[str, Any] = {}
         """Its first message."""
         self.busy = True
         """Whether it is gone, or has not replied to a request."""
         self.ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-
-    def note_end(self, status: int | None) -> None:
-        """Note the process's exit status; None if it is unknown."""
-        if not self.ended.done():
-            self.ended.set_result(status)
+        """Its exit status; None if it is unknown."""
 
     async def ask(self, seconds: float, *request: Any) -> Mapping[str, Any]:
         """Send a request; returns as `receive`."""
@@ -68,7 +105,10 @@ class WorkerProcess:
             reading.cancel()
         await asyncio.wait({self.ended}, timeout=END_TIMEOUT_S)
         status = self.ended.result() if self.ended.done() else None
-        return {"error": f"{self.name} ended ({_status(status)})", "gone": True, "status": status}
+        how = "no exit status" if status is None else f"exit status {status}"
+        if status is not None and status < 0:
+            how = f"signal {signal.Signals(-status).name}"
+        return {"error": f"{self.name} ended ({how})", "gone": True, "status": status}
 
 
 class ProcessPool:
@@ -80,14 +120,14 @@ class ProcessPool:
         owner: The processes end when it is no longer used.
         name: What messages call a worker's process.
         program: File with a function `load`, which makes of the settings what makes a worker (`fork_server.Worker`).
-        settings: For `load`; what pickle needs to import for them must be installed.
+        settings: For `load`; of built-in types.
         most: Workers at a time.
         memory: Limit of a worker's memory (Linux), in bytes; None sets none.
         variables: The workers' variables of the environment.
 
     Attributes:
         started: What the server says of `load`: empty, or an `error`, which may be `refused` as a user's.
-        workers: Those that are alive.
+        workers: Those that are alive, by their numbers.
     """
 
     def __init__(
@@ -101,39 +141,29 @@ class ProcessPool:
         variables: Mapping[str, str],
     ) -> None:
         self.name = name
-        self.workers: set[WorkerProcess] = set()
+        self.workers: dict[int, WorkerProcess] = {}
+        self._forked = 0
         self._free = asyncio.Semaphore(most)
         self._idle: list[WorkerProcess] = []
-        self._by_pid: dict[int, WorkerProcess] = {}
         commands, self._commands = socket.socketpair()
         notices, self._notices = socket.socketpair()
         with commands, notices:
+            theirs = commands.fileno(), notices.fileno()
             self.server = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", str(Path(__file__).with_name("fork_server.py"))),
-                    *(str(commands.fileno()), str(notices.fileno())),
-                ],
-                pass_fds=(commands.fileno(), notices.fileno()),
+                [sys.executable, "-P", str(Path(__file__).with_name("fork_server.py")), *map(str, theirs)],
+                pass_fds=theirs,
                 stdin=subprocess.PIPE,
                 start_new_session=True,  # the caller handles Ctrl-C
                 # Sets of text are iterated in the same order in every run.
-                env={
-                    "PYTHONHASHSEED": "0",
-                    **variables,
-                    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-                },
+                env={"PYTHONHASHSEED": "0", **variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
         setup = {
-            "path": sys.path,
-            "program": str(program),
-            "settings": settings,
-            "memory": memory,
-            "seconds": _START_TIMEOUT_S,
-            "debug": os.environ.get("QERL_DEBUG") == "1",
+            **{"path": sys.path, "program": str(program), "settings": settings, "memory": memory},
+            **{"seconds": _START_TIMEOUT_S, "debug": os.environ.get("QERL_DEBUG") == "1"},
         }
         self._loop = asyncio.new_event_loop()
         self._closed = self._lost = False
-        self._owner_pid = os.getpid()
+        self._process = os.getpid()
         self._writer: asyncio.StreamWriter | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -150,7 +180,7 @@ class ProcessPool:
 
     def close(self) -> None:
         """Kill the processes, and end the thread; what is under way is cancelled."""
-        if self._closed or os.getpid() != self._owner_pid:  # in a fork of the trainer there is no thread
+        if self._closed or os.getpid() != self._process:  # in a fork of the trainer there is no thread
             return
         self._closed = True
         ending = threading.Thread(target=self._end, name=f"end of {self.name}")
@@ -169,11 +199,12 @@ class ProcessPool:
         return await self._fork()
 
     def release(self, worker: WorkerProcess, reusable: bool) -> None:
-        """Take a worker back."""
+        """Take a worker back; unless it is reusable, kill it and what it started."""
         if reusable:
             self._idle.append(worker)
         else:
-            self._kill(worker)
+            with suppress(BrokenPipeError):  # the server is gone
+                self._commands.sendall(Header.pack(worker.number))
             self._drop(worker)
         self._free.release()
 
@@ -181,33 +212,20 @@ class ProcessPool:
         """Have a worker that is not busy prepare for its end; a subclass may do that."""
 
     def _drop(self, worker: WorkerProcess) -> None:
-        self.workers.discard(worker)
+        del self.workers[worker.number]
         worker.writer.close()
-
-    def _kill(self, worker: WorkerProcess) -> None:
-        """Kill a worker and what it started."""
-        if worker.pid is not None and not worker.ended.done():
-            try:
-                self._commands.sendall(Header.pack(worker.pid))
-            except BrokenPipeError:  # the server is gone, which would have done it
-                with suppress(ProcessLookupError):
-                    os.killpg(worker.pid, signal.SIGKILL)
 
     async def _fork(self) -> WorkerProcess:
         theirs, ours = socket.socketpair()
-        worker = WorkerProcess(self.name, *await asyncio.open_connection(sock=ours))
-        self.workers.add(worker)
+        self._forked += 1
+        worker = WorkerProcess(self.name, self._forked, *await asyncio.open_connection(sock=ours))
+        self.workers[worker.number] = worker
         with theirs:
             try:
-                socket.send_fds(self._commands, [Header.pack(0)], [theirs.fileno()])
+                socket.send_fds(self._commands, [Header.pack(worker.number)], [theirs.fileno()])
             except BrokenPipeError:  # the server is gone
-                worker.note_end(None)
+                worker.ended.set_result(None)
         worker.made = await worker.receive(_START_TIMEOUT_S)
-        if "pid" in worker.made:
-            worker.pid = worker.made["pid"]
-            self._by_pid[worker.pid] = worker
-            worker.busy = True
-            worker.made = await worker.receive(_START_TIMEOUT_S)
         return worker
 
     async def _start(self, setup: bytes) -> Mapping[str, Any]:
@@ -226,13 +244,12 @@ class ProcessPool:
     async def _watch(self, reader: asyncio.StreamReader) -> None:
         """Record the ends of workers."""
         while (notice := await _read_message(reader)) is not None:
-            worker = self._by_pid.pop(notice["pid"], None)
-            if worker is not None:
-                worker.note_end(notice["status"])
+            if notice["number"] in self.workers:
+                self.workers[notice["number"]].ended.set_result(notice["status"])
         self._lost = True
-        for worker in list(self.workers):  # the server is gone, and nobody else kills or reports
-            self._kill(worker)
-            worker.note_end(None)
+        for worker in self.workers.values():  # they end with the server, which is gone, and nobody else reports
+            if not worker.ended.done():
+                worker.ended.set_result(None)
 
     def _run(self) -> None:
         self._loop.run_forever()
@@ -254,8 +271,8 @@ class ProcessPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(self.end(worker) for worker in self.workers if not worker.busy))
-        for worker in self.workers:
+        await asyncio.gather(*(self.end(worker) for worker in self.workers.values() if not worker.busy))
+        for worker in self.workers.values():
             worker.writer.close()
         if self._writer is not None:
             self._writer.close()
@@ -267,9 +284,3 @@ async def _read_message(reader: asyncio.StreamReader) -> Any:
         return json.loads(await reader.readexactly(*Header.unpack(await reader.readexactly(Header.size))))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-
-
-def _status(status: int | None) -> str:
-    if status is None:
-        return "no exit status"
-    return f"exit status {status}" if status >= 0 else f"signal {signal.Signals(-status).name}"
