@@ -133,12 +133,20 @@ class Dice:
 
 def by_row(row: Mapping[str, Any], highest: int = 5) -> Any:
     """An environment by the row's kind."""
-    return Echo() if row["kind"] == "echo" else Guess(highest)
+    kinds = {"echo": Echo, "ends": EndsByItself, "dice": Dice}
+    return kinds[row["kind"]]() if row["kind"] in kinds else Guess(highest)
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[EnvironmentPool]:
     pool = EnvironmentPool(Guess, time_limit=20.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[EnvironmentPool]:
+    pool = EnvironmentPool(by_row)
     yield pool
     pool.close()
 
@@ -169,9 +177,8 @@ def test_check_gives_what_opening_gives(pool: EnvironmentPool) -> None:
     session.close()
 
 
-def test_a_dialogue_by_steps() -> None:
-    pool = EnvironmentPool(Echo)
-    session = pool.open({"row_id": "a", "other": 1})
+def test_a_dialogue_by_steps(rows: EnvironmentPool) -> None:
+    session = rows.open({"kind": "echo", "row_id": "a", "other": 1})
     assert session.opened.result() == Opening(None, [], True)
     answers = [session.step(text).result() for text in ("one", "two", "three")]
     assert [(answer.text, answer.done) for answer in answers] == [
@@ -181,17 +188,15 @@ def test_a_dialogue_by_steps() -> None:
     ]
     assert session.call("helper", {}).result().text == "Error: there is no tool helper; the tools are none"
     assert session.reward().result() is None
-    pool.close()
+    session.close()
 
 
-def test_a_tool_may_end_the_dialogue() -> None:
-    pool = EnvironmentPool(EndsByItself)
+def test_a_tool_may_end_the_dialogue(rows: EnvironmentPool) -> None:
     for _ in range(2):
-        session = pool.open({"secret": 2})
+        session = rows.open({"kind": "ends", "secret": 2})
         assert [session.call("guess", {"number": number}).result().done for number in (1, 2)] == [False, True]
         assert session.reward().result() == 0.5
         session.close()
-    pool.close()
 
 
 FILE = """
@@ -246,7 +251,7 @@ def test_every_way_to_name_an_environment(tmp_path: Path, factory: Any, expected
     assert environment.reset(**row) == expected
 
 
-@pytest.mark.parametrize("name", ["Game", "of_row"])
+@pytest.mark.parametrize("name", [pytest.param("Game", marks=pytest.mark.nightly), "of_row"])
 def test_a_file_is_loaded_in_the_workers(tmp_path: Path, name: str) -> None:
     path = tmp_path / "my_game.py"
     path.write_text(FILE)
@@ -258,15 +263,13 @@ def test_a_file_is_loaded_in_the_workers(tmp_path: Path, name: str) -> None:
     pool.close()
 
 
-def test_a_function_makes_an_environment_for_each_row() -> None:
-    pool = EnvironmentPool(by_row, workers=1)
+def test_a_function_makes_an_environment_for_each_row(rows: EnvironmentPool) -> None:
     for row, steps in (({"kind": "echo"}, True), ({"kind": "guess", "secret": 2}, False)) * 2:
-        session = pool.open(row)
+        session = rows.open(row)
         assert session.opened.result().steps is steps
         if not steps:
             assert session.call("process", {}).result().text.endswith(", 1]")  # the first reset of a new one
         session.close()
-    pool.close()
 
 
 class NoReset:
@@ -504,20 +507,18 @@ def test_dialogues_beyond_the_workers_wait() -> None:
     pool.close()
 
 
-def test_random_numbers_go_by_the_seed_and_not_by_the_worker() -> None:
-    pool = EnvironmentPool(Dice)
+def test_random_numbers_go_by_the_seed_and_not_by_the_worker(rows: EnvironmentPool) -> None:
     drawn = {}
     for round_ in range(2):
-        sessions = [pool.open({}, seed=seed) for seed in (1, 2, 2**70)]
+        sessions = [rows.open({"kind": "dice"}, seed=seed) for seed in (1, 2, 2**70)]
         drawn[round_] = [
             (session.opened.result().observation, session.call("roll", {}).result().text) for session in sessions
         ]
-        for session in sessions[round_:]:
+        for session in sessions:
             session.close()
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
     expected = random.Random(1)
     assert [drawn[0][0][0].split()[0], drawn[0][0][1]] == [str(expected.random()), str(expected.random())]
-    pool.close()
 
 
 def test_many_dialogues_leave_no_process_and_no_file() -> None:
@@ -552,8 +553,8 @@ def test_many_dialogues_leave_no_process_and_no_file() -> None:
         assert session.call("wait", {"seconds": 60}).result().done
         session.close()
     assert abs(used()[1] - descriptors) <= 1
-    assert pool._loop is not None
-    first = psutil.Process(pool._loop._process.pid)
+    assert pool._processes is not None
+    first = psutil.Process(pool._processes.server.pid)
     for _ in range(200):
         if not (left := first.children()):
             break
@@ -583,8 +584,8 @@ def test_the_first_process_may_be_killed() -> None:
     pool.check()
     session = pool.open({"secret": 1})
     worker, _ = worker_of(session)
-    assert pool._loop is not None
-    pool._loop._process.kill()
+    assert pool._processes is not None
+    pool._processes.server.kill()
     session.call("guess", {"number": 1}).result()
     with pytest.raises(UserError, match="must not fail in __init__; Guess: the environment's process ended"):
         for _ in range(2):  # the first may take the worker that is idle
@@ -598,9 +599,9 @@ def test_a_signal_to_all_processes_of_a_job_ends_no_dialogue() -> None:
     pool = EnvironmentPool(Guess)
     session = pool.open({"secret": 1})
     worker, _ = worker_of(session)
-    assert pool._loop is not None
+    assert pool._processes is not None
     for number in (signal.SIGTERM, signal.SIGINT):
-        os.kill(pool._loop._process.pid, number)
+        os.kill(pool._processes.server.pid, number)
         os.kill(worker, number)
     assert session.call("guess", {"number": 1}).result().text == "right"
     assert worker_of(session)[0] == worker
@@ -626,7 +627,7 @@ TRAINER = """
 
     pool = EnvironmentPool(Here, time_limit=1000.0)
     sessions = [pool.open({}) for _ in range(3)]
-    print(*[session.call("process", {}).result().text for session in sessions], pool._loop._process.pid, flush=True)
+    print(*[session.call("process", {}).result().text for session in sessions], pool._processes.server.pid, flush=True)
     sessions[0].call("hang", {})
     sessions[1].call("hang", {})
     # A blocking read would not see a signal that comes between Python's last check for signals and the system call.
@@ -635,7 +636,10 @@ TRAINER = """
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, None])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, None, *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGINT, signal.SIGTERM))],
+)
 def test_no_worker_outlives_the_trainer(tmp_path: Path, number: signal.Signals | None) -> None:
     path = tmp_path / "trainer.py"
     path.write_text(textwrap.dedent(TRAINER))

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import pickle
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +19,8 @@ from qerl_pl.environments import EnvironmentPool
 from qerl_pl.environments.contract import methods_of
 from qerl_pl.environments.worker import Worker
 from qerl_pl.errors import UserError
-from qerl_pl.rewards.math_answer import _Worker
-from qerl_pl.runtime.processes import cores, worker_variables
+from qerl_pl.rewards.math_answer import MathPool
+from qerl_pl.runtime.process_pool import cores, worker_variables
 
 
 def note(file: str, text: str) -> int:
@@ -92,8 +91,8 @@ def pool() -> Iterator[EnvironmentPool]:
 
 def sleeping(pool: EnvironmentPool) -> list[str]:
     """The pool's processes that sleep, once those that are killed have gone."""
-    assert pool._loop is not None
-    first = psutil.Process(pool._loop._process.pid)
+    assert pool._processes is not None
+    first = psutil.Process(pool._processes.server.pid)
     for _ in range(100):
         left = []
         for process in first.children(recursive=True):
@@ -150,10 +149,11 @@ def test_workers_get_no_secrets(pool: EnvironmentPool, monkeypatch: pytest.Monke
     assert not [name for name in SECRETS if name in text] and '"GAME_KEY": "s5"' in text and '"PATH"' in text
     for name, value in GIVEN.items():
         monkeypatch.setenv(name, value)
-    grader = _Worker()
-    while not (found := psutil.Process(grader.process.pid).environ()):  # the program is being loaded
-        time.sleep(0.01)
-    grader.stop()
+    grading = MathPool(1.0, 1.0, 1)
+    grading.equivalent([("1", "2/2")])
+    assert grading.processes is not None
+    found = psutil.Process(grading.processes.server.pid).environ()
+    grading.processes.close()
     assert not {*SECRETS, "GAME_KEY"} & found.keys() and found["HTTP_PROXY"] == GIVEN["HTTP_PROXY"]
     assert worker_variables(["HF_TOKEN", "NOT_SET"]).keys() - worker_variables().keys() == {"HF_TOKEN"}
 
@@ -361,9 +361,8 @@ def rows() -> Iterator[EnvironmentPool]:
     [(Flags, False), (Slots, False), (Always, True), (AlwaysByInit, True), (Stale, True)],
 )
 def test_a_flag_of_the_dialogue_before_ends_no_other(kind: type, second: bool) -> None:
-    here, _ = socket.socketpair()
-    worker = Worker(here, kind, 100)
-    worker._make()
+    worker = Worker(kind, 100)
+    worker.start()
     opened, done = [], []
     for ends in (True, False, False):
         opened.append(worker.answer_open(pickle.dumps({}), None)["done"])

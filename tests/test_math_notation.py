@@ -262,6 +262,7 @@ grader = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(grader)
 
 def equivalent(reference, answer):
+    started = time.process_time()
     if answer == "raises":
         raise TypeError("of two lines\\n")
     if answer == "crashes":
@@ -270,9 +271,8 @@ def equivalent(reference, answer):
         pass
     return True
 
-started = time.process_time()
+load = grader.load
 grader.equivalent = equivalent
-grader.main(int(sys.argv[1]))
 """
 
 

@@ -1,76 +1,39 @@
-"""Worker processes of environments: a parent that loads the factory, and its forks, which serve dialogues.
-
-A program, `python -P worker.py COMMANDS NOTICES`, two inherited sockets. The first process runs no environment, so that
-it answers whatever its forks do; at the end of COMMANDS, when the trainer ends in any way, it kills them and ends.
-"""
+"""The program of environments' workers: each makes an environment, and serves one dialogue after the other."""
 
 import asyncio
-import ctypes
-import gc
 import inspect
 import json
 import os
 import pickle
 import random
-import resource
-import selectors
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
-import traceback
-import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
 
-Frame = struct.Struct("!I")
-"""The length of a message in bytes."""
-_ERROR_CHARS = 400
-_PR_SET_CHILD_SUBREAPER = 36
-_JOB_SIGNALS: dict[signal.Signals, Any] = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGUSR1: signal.SIG_DFL,
-}
-"""Signals that all processes of a job get, at which the trainer finishes its step, and Python's handlers of them."""
+from qerl_pl.environments.contract import load_factory, methods_of, row_arguments, takes_messages, takes_row
+from qerl_pl.errors import UserError
+from qerl_pl.runtime.fork_server import ERROR_CHARS, clean, one_line
 
 
-def read_exactly(connection: socket.socket, size: int) -> bytes:
-    """`size` bytes; fewer at the end of the connection."""
-    data = bytearray()
-    while len(data) < size and (part := connection.recv(min(size - len(data), 1 << 20))):
-        data += part
-    return bytes(data)
+def load(settings: tuple[bytes, int]) -> Callable[[], "Worker"]:
+    """What makes a worker.
 
+    Args:
+        settings: The pickled factory, and the limit of an answer in characters.
+    """
+    pickled, chars = settings
+    factory = load_factory(pickle.loads(pickled))
+    import torch  # noqa: F401 - what schemas of tools need, imported once and not in each fork
+    import transformers.utils.chat_template_utils  # noqa: F401
 
-def receive(connection: socket.socket) -> bytes | None:
-    """The next message; None at the end of the connection."""
-    header = read_exactly(connection, Frame.size)
-    if len(header) < Frame.size:
-        return None
-    data = read_exactly(connection, size := Frame.unpack(header)[0])
-    return data if len(data) == size else None
-
-
-def send(connection: socket.socket, reply: Mapping[str, Any]) -> None:
-    """Send a message in JSON: the trainer unpickles nothing that an environment made."""
-    data = json.dumps(reply).encode()
-    connection.sendall(Frame.pack(len(data)) + data)
-
-
-def one_line(error: BaseException) -> str:
-    """The exception's class and message in one line."""
-    lines = "".join(traceback.format_exception_only(type(error), error))
-    return clean(" ".join(lines.split()))[:_ERROR_CHARS]
-
-
-def clean(text: str) -> str:
-    """`text` as a plain string that UTF-8 can encode."""
-    return str.__str__(text).encode("utf-8", "replace").decode()
+    return partial(Worker, factory, chars)
 
 
 class _Refused(Exception):
@@ -85,43 +48,36 @@ class Worker:
     """Serves dialogues with one environment, sequentially.
 
     Args:
-        connection: Socket to the trainer.
         factory: Makes the environment.
         chars: Limit of an answer in characters.
     """
 
-    def __init__(self, connection: socket.socket, factory: Callable[..., Any], chars: int) -> None:
-        from qerl_pl.environments.contract import takes_row
-
-        self.connection = connection
+    def __init__(self, factory: Callable[..., Any], chars: int) -> None:
         self.factory = factory
         self.chars = chars
         self.from_row = takes_row(factory)
         self.runner = asyncio.Runner()
-        self.process = os.getpid()
         self.folder = os.getcwd()
         self.close: Callable[..., Any] | None = None
 
-    def serve(self) -> None:
-        """Make the environment, and answer requests until the trainer closes the connection."""
-        send(self.connection, {"pid": self.process})
+    def start(self) -> dict[str, Any]:
+        """Make the environment, unless each row has its own."""
         reply: dict[str, Any] = {} if self.from_row else self._guarded(self._make)
         self.left = _left()
-        send(self.connection, reply)
-        while (message := receive(self.connection)) is not None:
-            kind, *arguments = pickle.loads(message)
-            started = time.perf_counter()
-            reply = self._guarded(getattr(self, f"answer_{kind}"), *arguments)
-            if os.getpid() != self.process:  # a fork that a tool made and that came back
-                os._exit(0)
-            send(self.connection, {**reply, "seconds": time.perf_counter() - started})
+        return reply
+
+    def answer(self, kind: str, *arguments: Any) -> dict[str, Any]:
+        """The reply to a request: the method `answer_kind`, and its seconds."""
+        started = time.perf_counter()
+        reply = self._guarded(getattr(self, f"answer_{kind}"), *arguments)
+        return {**reply, "seconds": time.perf_counter() - started}
 
     def _guarded(self, answer: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """The answer, or the error in one line: whatever an environment raises ends neither worker nor run."""
         try:
             return answer(*arguments)
         except _Refused as refused:
-            return {"error": clean(str(refused))[:_ERROR_CHARS], "raised": isinstance(refused, _NoText)}
+            return {"error": clean(str(refused))[:ERROR_CHARS], "raised": isinstance(refused, _NoText)}
         except BaseException as error:  # also SystemExit and KeyboardInterrupt, which a tool may raise
             try:
                 return {"error": one_line(error), "raised": True}
@@ -129,9 +85,6 @@ class Worker:
                 return {"error": f"{type(error).__name__}: its message raises {type(second).__name__}", "raised": True}
 
     def _make(self, *row: Mapping[str, Any]) -> dict[str, Any]:
-        from qerl_pl.environments.contract import methods_of
-        from qerl_pl.errors import UserError
-
         self.environment = self._result(self.factory(*row))
         flag = inspect.getattr_static(self.environment, "dialogue_done", False)
         self.always_done = flag is True
@@ -149,9 +102,6 @@ class Worker:
 
     def answer_open(self, pickled: bytes, seed: int | None) -> dict[str, Any]:
         """Begin a dialogue: reset the environment for a row."""
-        from qerl_pl.environments.contract import row_arguments
-        from qerl_pl.errors import UserError
-
         os.chdir(self.folder)
         signal.setitimer(signal.ITIMER_REAL, 0)
         row = pickle.loads(pickled)
@@ -202,8 +152,6 @@ class Worker:
 
     def answer_reward(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The environment's reward."""
-        from qerl_pl.environments.contract import takes_messages
-
         get_reward = self.methods.get_reward
         if get_reward is None:
             return {"reward": None}
@@ -241,216 +189,13 @@ class Worker:
         return {"text": text, "done": self._done()}
 
 
-def _left() -> tuple[int, set[int]]:
+def _left() -> tuple[int, set[psutil.Process]]:
     """Number of threads, and the processes that this one started, also those whose own parents have ended."""
-    try:
+    with suppress(ChildProcessError):  # without any, nothing is to be looked for
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return threading.active_count(), set()
-    return threading.active_count(), _descendants(os.getpid())
-
-
-def _descendants(pid: int) -> set[int]:
-    """The processes that a process started, and those that these did."""
-    return {process.pid for process in psutil.Process(pid).children(recursive=True)}
-
-
-def _adopt_orphans() -> None:
-    """Become the parent of processes below this one whose parents end, so that they can be found and killed."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        return threading.active_count(), {*psutil.Process().children(recursive=True)}
+    return threading.active_count(), set()
 
 
 async def _awaited(value: Any) -> Any:
     return await value
-
-
-class Forks:
-    """The first process: forks workers by command, kills and reaps them, and reports their ends.
-
-    Args:
-        commands: Socket with the trainer's commands.
-        notices: Socket for the ends of workers.
-        setup: What the trainer set: the factory and the limits.
-    """
-
-    def __init__(self, commands: socket.socket, notices: socket.socket, setup: Mapping[str, Any]) -> None:
-        self.commands = commands
-        self.notices = notices
-        self.setup = setup
-        self.alive: set[int] = set()
-        self.own = _descendants(os.getpid())  # of the environment's module
-
-    def run(self, factory: Callable[..., Any]) -> None:
-        """Serve commands until the trainer is gone."""
-        woken, wakes = os.pipe()
-        os.set_blocking(wakes, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.commands, selectors.EVENT_READ)
-                selector.register(woken, selectors.EVENT_READ)
-                while True:
-                    ready = {key.fd for key, _ in selector.select()}
-                    if woken in ready:
-                        os.read(woken, 4096)
-                        self.reap()
-                    if self.commands.fileno() in ready:
-                        message, sockets, *_ = socket.recv_fds(self.commands, Frame.size, 1)
-                        if not message:
-                            return
-                        if not sockets:
-                            self.kill(Frame.unpack(message)[0])
-                        elif self.fork(sockets[0]):
-                            signal.set_wakeup_fd(-1)
-                            selector.close()
-                            os.close(woken)
-                            os.close(wakes)
-                            self.become_worker(sockets[0], factory)
-        finally:
-            self.kill_descendants(os.getpid())
-
-    def fork(self, descriptor: int) -> bool:
-        """Whether this is the new process."""
-        pid = os.fork()
-        if pid == 0:
-            return True
-        os.close(descriptor)
-        self.alive.add(pid)
-        return False
-
-    def become_worker(self, descriptor: int, factory: Callable[..., Any]) -> None:
-        """Serve dialogues in this process, and end it."""
-        self.alive.clear()
-        os.setsid()  # a group of its own, killed together with what its tools start
-        _adopt_orphans()
-        self.commands.close()
-        self.notices.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for number in _JOB_SIGNALS:
-            signal.signal(number, _ignore)  # a handler, not SIG_IGN: programs that tools start have the default again
-        os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if self.setup["memory"] is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (self.setup["memory"],) * 2)
-        if sys.platform == "linux":  # short of memory, the kernel ends a worker before the trainer
-            with open("/proc/self/oom_score_adj", "w") as file:
-                file.write("1000")
-        connection = socket.socket(fileno=descriptor)
-        try:
-            Worker(connection, factory, self.setup["chars"]).serve()
-        except (BrokenPipeError, ConnectionResetError):  # the trainer is gone
-            pass
-        finally:
-            os._exit(0)
-
-    def kill(self, pid: int) -> None:
-        """Kill a worker and the processes that its tools started."""
-        if pid in self.alive:
-            self.kill_descendants(pid)
-            _kill_group(pid)
-
-    def kill_descendants(self, pid: int) -> None:
-        """Kill the processes that a process started, also those in sessions of their own."""
-        for descendant in _descendants(pid):
-            _kill_group(descendant)
-
-    def reap(self) -> None:
-        """Collect the workers that ended, with what is left of their tools' processes, and report them."""
-        while (ended := _ended_child()) is not None:
-            _kill_group(ended)  # before its number is free for others
-            status = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
-            if ended in self.alive:
-                self.alive.remove(ended)
-                try:
-                    send(self.notices, {"pid": ended, "status": status})
-                except (BrokenPipeError, ConnectionResetError):
-                    return  # the trainer is gone, as COMMANDS will say
-        known = self.alive | self.own
-        for orphan in psutil.Process().children():
-            if orphan.pid not in known:
-                self.kill_descendants(orphan.pid)
-                _kill_group(orphan.pid)
-
-
-def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """Handle a signal by doing nothing."""
-
-
-_before_fork = threading.local()
-
-
-def _block_signals() -> None:
-    """Keep signals for the fork until its handlers are set."""
-    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
-
-
-def _restore_signals() -> None:
-    """Let a process that a tool forked end by `terminate`, for which `multiprocessing.Pool` waits."""
-    for number, handler in _JOB_SIGNALS.items():
-        if signal.getsignal(number) is _ignore:  # else the tool set a handler of its own
-            signal.signal(number, handler)
-    _unblock_signals()
-
-
-def _ended_child() -> int | None:
-    """A child that ended and is not yet collected."""
-    try:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
-    return None if ended is None else ended.si_pid
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        try:
-            os.kill(pid, signal.SIGKILL)  # not yet in a group of its own
-        except ProcessLookupError:
-            pass
-
-
-def main(commands: socket.socket, notices: socket.socket) -> None:
-    """Load the factory, report whether that worked, and serve."""
-    for number in _JOB_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    message = receive(commands)
-    if message is None:
-        return
-    setup = pickle.loads(message)
-    signal.alarm(setup["seconds"])
-    sys.path[:] = setup["path"]
-    if not setup["debug"]:
-        null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in range(3):
-            os.dup2(null, descriptor)
-        os.close(null)
-    from qerl_pl.environments.contract import load_factory
-    from qerl_pl.errors import UserError
-
-    try:
-        factory = load_factory(pickle.loads(setup["factory"]))
-        import torch  # noqa: F401 - what schemas of tools need, imported once and not in each fork
-        import transformers.utils.chat_template_utils  # noqa: F401
-    except UserError as error:
-        send(notices, {"error": str(error), "refused": True})
-        return
-    except BaseException as error:  # of the module that is imported
-        send(notices, {"error": one_line(error)})
-        return
-    signal.alarm(0)
-    _adopt_orphans()
-    gc.freeze()  # collections in forks would copy its pages
-    send(notices, {})
-    Forks(commands, notices, setup).run(factory)
-
-
-if __name__ == "__main__":
-    main(*(socket.socket(fileno=int(number)) for number in sys.argv[1:3]))

@@ -1,31 +1,26 @@
 """Mathematical equivalence of answers, graded in a pool of killable processes."""
 
-import json
+import asyncio
 import logging
 import math
-import os
-import selectors
 import signal
-import subprocess
-import sys
-import time
-import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.answers import answer_of, only_text, same_prose, same_text
 from qerl_pl.rewards.base import Reward, RewardSample, refuse_empty_references
 from qerl_pl.runtime.communicator import warn_of_this_rank
-from qerl_pl.runtime.processes import cores, worker_variables
+from qerl_pl.runtime.process_pool import ProcessPool, cores, worker_variables
 
 log = logging.getLogger("qerl_pl")
 
 _GRADER = Path(__file__).with_name("math_grader.py")
-_MEMORY_LIMIT_MB = 4096
-_START_TIMEOUT_S = 120
+_MEMORY_LIMIT = 4 * 2**30
 _OVERDUE_S = 60
+"""Beyond twenty times an answer's limit, seconds after which a process hangs: its own timers should have ended it."""
 _FIRST_PASS = 6
 """In the first pass an answer may take this fraction of its limit."""
 _PAIRS_PER_WORKER = 4
@@ -36,10 +31,10 @@ _BATCH = 128
 _MAX_BATCHES = 16
 _OWN = "MathAnswer grades in separate processes"
 _REMEDY = "free memory, or set fewer workers, and continue with --resume auto"
-_NO_VERDICT = ("", "killed")
-"""Replies of a process that is gone, or whose fork was killed."""
-_FAILED = "failed "
-"""Start of the reply of a fork that raised an exception or crashed."""
+_LIMITS = (signal.SIGPROF, signal.SIGALRM)
+"""The timers of an answer."""
+_KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+"""Not caused by an answer."""
 
 Pair = tuple[str | None, str]
 """Reference and answer; without a reference, the answer's canonical form is asked for."""
@@ -49,7 +44,7 @@ Verdict = bool | str | None
 
 
 class MathPool:
-    """A pool of processes that run `math_grader.py`, started when needed and replaced when killed.
+    """Grades with `math_grader.py` in worker processes, started when needed and replaced when killed.
 
     Verdicts depend neither on the number of workers nor on earlier batches: in a first pass every answer may take a
     sixth of the limit; slower ones are graded again in the order of the batch, with the full limit, as many as the
@@ -66,7 +61,7 @@ class MathPool:
         self.seconds = seconds
         self.batch_seconds = batch_seconds
         self.workers = workers
-        self.processes: list[_Worker] = []
+        self.processes: ProcessPool | None = None
         self._hopeless: dict[Pair, None] = {}
 
     def equivalent(self, pairs: Sequence[Pair], batch: int = 0) -> list[bool]:
@@ -105,134 +100,63 @@ class MathPool:
         Raises:
             UserError: Workers are killed repeatedly, but not by their limits.
         """
-        if not pairs:
-            return {}
-        # Ranks are known once they have started, after the settings are read.
-        self._start_workers(min(self.workers or cores(), -(-len(pairs) // _PAIRS_PER_WORKER)))
-        waiting, verdicts, killed = deque(pairs), dict[Pair, Verdict](), set[Pair]()
+        waiting, verdicts, killed, twice = deque(pairs), dict[Pair, Verdict](), set[Pair](), set[Pair]()
         failed: dict[Pair, str] = {}
-        try:
-            with selectors.DefaultSelector() as selector:
-                idle = list(self.processes)
-                while len(verdicts) < len(pairs):
-                    while idle and waiting:
-                        worker = idle.pop()
-                        worker.send(waiting.popleft(), seconds)
-                        selector.register(worker, selectors.EVENT_READ)
-                    ready = {key.fileobj for key, _ in selector.select(timeout=1.0)}
-                    for worker in [process for process in self.processes if process in ready or process.overdue()]:
-                        selector.unregister(worker)
-                        pair, reply = worker.receive(in_time=worker in ready)
-                        if reply.startswith(_FAILED):
-                            verdicts[pair], failed[pair] = False, reply.removeprefix(_FAILED)
-                        elif reply not in _NO_VERDICT:
-                            verdicts[pair] = None if reply == "limit" else json.loads(reply)
-                        elif pair in killed:
-                            raise UserError(
-                                f"{_OWN}; two were killed while grading {pair[1]!r:.80}, not by its limits; {_REMEDY}"
-                            )
-                        else:  # not the answer's doing: try once more
-                            killed.add(pair)
-                            waiting.appendleft(pair)
-                        idle.append(worker if reply else self._replace(worker))
-        finally:
-            if len(verdicts) < len(pairs):  # interrupted: pending replies would be taken for the next pairs'
-                for worker in self.processes:
-                    worker.stop()
+
+        async def grade(processes: ProcessPool) -> None:
+            """Grade what waits, one pair at a time."""
+            while waiting and not twice and processes.is_alive():
+                pair = waiting.popleft()
+                worker = await processes.worker()
+                reply = await worker.ask(20 * seconds + _OVERDUE_S, *pair, seconds)
+                processes.release(worker, reusable="verdict" in reply)
+                note(pair, reply)
+
+        async def grade_concurrently(processes: ProcessPool) -> None:
+            await asyncio.gather(*[grade(processes) for _ in range(min(most, -(-len(pairs) // _PAIRS_PER_WORKER)))])
+
+        def note(pair: Pair, reply: Mapping[str, Any]) -> None:
+            status = reply.get("status")
+            if "gone" not in reply or (status is not None and -status not in (*_LIMITS, *_KILLED)):
+                verdicts[pair] = reply.get("verdict", False)
+                if "verdict" not in reply:
+                    failed[pair] = reply.get("failed", f"status {status}")
+            elif status is not None and -status in _LIMITS:
+                verdicts[pair] = None
+            elif pair in killed:
+                twice.add(pair)
+            else:  # not the answer's doing: try once more
+                killed.add(pair)
+                waiting.appendleft(pair)
+
+        most = self.workers or cores()  # ranks are known once they have started, after the settings are read
+        while len(verdicts) < len(pairs):
+            processes = self._started(most)
+            grading = processes.submit(grade_concurrently(processes))
+            try:
+                grading.result()
+            finally:
+                if not grading.done():  # interrupted: pending replies would be taken for the next pairs'
+                    processes.close()
+            for pair in twice:
+                raise UserError(f"{_OWN}; two were killed while grading {pair[1]!r:.80}, not by its limits; {_REMEDY}")
         if wrong := [pair for pair in failed if pair[0] is not None]:
             message = "%d answers count as wrong, as grading fails, such as %.200r (%s)"
             warn_of_this_rank(log, message, len(wrong), wrong[0][1], failed[wrong[0]])
         return verdicts
 
-    def _start_workers(self, count: int) -> None:
-        """Start processes concurrently until `count` are alive."""
-        self.processes = [worker for worker in self.processes if worker.process.poll() is None]
-        started = [_Worker() for _ in range(count - len(self.processes))]
-        for worker in started:
-            worker.wait_for_start()
-        self.processes += started
-
-    def _replace(self, worker: "_Worker") -> "_Worker":
-        worker.stop()
-        index = self.processes.index(worker)
-        self.processes[index] = _Worker()
-        self.processes[index].wait_for_start()
-        return self.processes[index]
-
-
-class _Worker:
-    """One grading process, and the pair that it is grading."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_GRADER), str(_MEMORY_LIMIT_MB)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={
-                **worker_variables(),
-                "OPENBLAS_NUM_THREADS": "1",
-            },  # threads' stacks would count towards the memory limit
-            start_new_session=True,  # the caller handles Ctrl-C
-        )
-        self._pair: Pair | None = None
-        self._deadline = 0.0
-        self._finalizer = weakref.finalize(self, _end, self.process)
-
-    def fileno(self) -> int:
-        """The pipe of its replies, for selectors."""
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    def wait_for_start(self) -> None:
-        """Wait until it accepts pairs.
-
-        Raises:
-            UserError: It does not start in time.
-        """
-        assert self.process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self, selectors.EVENT_READ)
-            in_time = selector.select(timeout=_START_TIMEOUT_S)
-        if not in_time or self.process.stdout.readline() != b"ready\n":
-            self.stop()
-            raise UserError(f"{_OWN}; one did not start (exit status {self.process.returncode}); {_REMEDY}")
-
-    def send(self, pair: Pair, seconds: float) -> None:
-        """Send a pair to grade within a CPU time limit."""
-        assert self.process.stdin is not None
-        self._pair = pair
-        self._deadline = time.monotonic() + 20 * seconds + _OVERDUE_S
-        try:
-            self.process.stdin.write((json.dumps([*pair, seconds]) + "\n").encode())
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the process is gone: `receive` returns ""
-
-    def receive(self, in_time: bool) -> tuple[Pair, str]:
-        """The pair and the reply, which is "" if the process is gone or late."""
-        assert self._pair is not None and self.process.stdout is not None
-        pair, self._pair = self._pair, None
-        return pair, self.process.stdout.readline().decode().strip() if in_time else ""
-
-    def overdue(self) -> bool:
-        """Whether the process hangs: its own timers should have ended the grading."""
-        return self._pair is not None and time.monotonic() > self._deadline
-
-    def stop(self) -> None:
-        """Kill it and its fork."""
-        self._finalizer()
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            try:
-                pipe.close()
-            except BrokenPipeError:
-                pass
-    process.wait()
+    def _started(self, most: int) -> ProcessPool:
+        """The processes, started if there are none."""
+        if self.processes is None or not self.processes.is_alive():
+            if self.processes is not None:
+                self.processes.close()
+            # Threads' stacks would count towards the memory limit.
+            variables = {**worker_variables(), "OPENBLAS_NUM_THREADS": "1"}
+            self.processes = ProcessPool(self, "a grading process", _GRADER, None, most, _MEMORY_LIMIT, variables)
+        started = self.processes.started.result()
+        if "error" in started:
+            raise UserError(f"{_OWN}; they did not start ({started['error']}); {_REMEDY}")
+        return self.processes
 
 
 class MathAnswer(Reward):

@@ -1,18 +1,11 @@
-"""The grading process of `MathAnswer`: reads lines [reference, answer, seconds], writes a verdict for each.
+"""The program of the grading processes of `MathAnswer`: whether answers are equal to references as mathematics.
 
-Where the reference is null, it writes the answer's canonical form instead.
-
-A program, `python -P math_grader.py MEGABYTES`, that imports nothing of this package but `math_notation.py`: it starts
-fast and holds no data of the run. It grades in a fork of itself: an answer over its time limit, even inside a C
-function, ends the fork by the default action of the timer's signal, and a new fork takes milliseconds.
+It imports nothing of this package but `math_notation.py`: it starts fast and holds no data of the run.
 """
 
-import json
 import logging
-import mmap
 import os
 import re
-import resource
 import signal
 import sys
 from dataclasses import replace
@@ -41,19 +34,13 @@ from sympy.core.relational import Relational
 if TYPE_CHECKING:
     from qerl_pl.rewards import math_notation as notation
 else:
-    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `-P` leaves out
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # which `runpy` leaves out
     import math_notation as notation
 
 # math-verify parses LaTeX by a grammar, and passes plain text to sympy's parser (which evaluates) only if it consists
 # of digits, spaces and + - * / ^ ( ). Should that change, these audit events stay forbidden.
 _FORBIDDEN = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "winreg.", "mmap.", "signal.", "ftplib.")
 _READ_ONLY = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")  # needed by imports
-_KILLED = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Not caused by an answer."""
-_LIMITS = (signal.SIGPROF, signal.SIGALRM)
-"""The timers of an answer."""
-_READING, _GRADING = 1, 2
-"""What a fork does that is not idle."""
 _WALL_SECONDS_PER_CPU_SECOND = 10
 _LONGEST_FORM = 1000
 """Characters of a canonical form."""
@@ -312,73 +299,35 @@ def _normal(value: Any) -> Any:
     return expand(_fractions(value).doit()) if isinstance(value, Expr) else value
 
 
-def next_line(busy: mmap.mmap) -> bytes:
-    """One line of standard input, unbuffered: more would be lost to the next fork. Empty at the end."""
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
-        busy[0] = _READING
-        line += byte
-    return line
+class Grader:
+    """Grades answers in a process that can be killed."""
 
+    def start(self) -> dict[str, Any]:
+        """Give up what grading does not need."""
+        sys.addaudithook(_deny)
+        return {}
 
-def grade_lines(busy: mmap.mmap, replies: int) -> None:
-    """Grade the lines of standard input, each within its seconds of CPU time."""
-    sys.addaudithook(_deny)
-    while line := next_line(busy):
-        reference, answer, seconds = json.loads(line)
-        busy[0] = _GRADING
+    def answer(self, reference: str | None, answer: str, seconds: float) -> dict[str, Any]:
+        """The verdict; of no reference, the canonical form of the answer.
+
+        The timers end the process by the default action of their signals, even inside a C function.
+        """
         # CPU time, or a busy machine would change rewards; wall time guards against a sleep.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds * _WALL_SECONDS_PER_CPU_SECOND)
-        result = canonical(answer) if reference is None else equivalent(reference, answer)
-        stop_timers()
-        busy[0] = 0
-        os.write(replies, (json.dumps(result) + "\n").encode())
+        try:
+            return {"verdict": canonical(answer) if reference is None else equivalent(reference, answer)}
+        except Exception as error:  # of math-verify or SymPy, on whatever a policy writes
+            return {"failed": type(error).__name__}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def stop_timers() -> None:
-    """Stop the timers of an answer."""
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def main(megabytes: int) -> None:
-    """Grade in forks, one after the other; replies are JSON, "limit", "killed" or "failed" with the reason."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the caller finishes its step and closes the pipe
-        signal.signal(number, signal.SIG_IGN)
+def load(settings: None) -> type[Grader]:
+    """What makes a worker, once everything is imported that grading needs."""
     logging.disable(logging.CRITICAL)  # math-verify warns that we set the time limit ourselves
     sys.dont_write_bytecode = True
-    if sys.platform == "linux":
-        resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))
-    for warm in ("0.5", "x+1=2", "(1,2]", "it is 5"):  # import everything that grading needs
+    for warm in ("0.5", "x+1=2", "(1,2]", "it is 5"):
         equivalent("\\frac{1}{2}", warm)
-    replies = os.dup(sys.stdout.fileno())
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.dup2(null, sys.stderr.fileno())
-    busy = mmap.mmap(-1, 1)
-    os.write(replies, b"ready\n")
-    while True:
-        child = os.fork()
-        if child == 0:
-            try:
-                grade_lines(busy, replies)
-                os._exit(0)
-            finally:
-                stop_timers()
-                if (error := sys.exc_info()[0]) and busy[0] == _GRADING:
-                    busy[0] = 0
-                    os.write(replies, f"failed {error.__name__}\n".encode())
-                os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status == 0:
-            return
-        if busy[0]:
-            killed = -status in _KILLED or busy[0] == _READING  # a fork killed earlier took the start of the line
-            busy[0] = 0
-            reply = "killed" if killed else "limit" if -status in _LIMITS else f"failed status {status}"
-            os.write(replies, f"{reply}\n".encode())
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    return Grader
