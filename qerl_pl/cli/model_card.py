@@ -27,6 +27,8 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify", "peft")
 STEP = {QeRLModule.kind: "rollouts", SFTModule.kind: "steps"}
 """What a training counts."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.parquet)")
 _TEXTS = ("system_prompt", "template")
 """Keys of prompts, which may look like paths: /no_think Answer in <answer></answer>."""
@@ -43,7 +45,9 @@ _PRIVATE = ("api_key_env", "cache")
 _URL = re.compile(r"(?<!\bhf)://")
 
 
-def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, steps: int, kind: str) -> None:
+def write_model_card(
+    folder: Path, run: Path, policy: Policy, merged: bool, steps: int, kind: str, name: str | None = None
+) -> None:
     """Write README.md, and beside it the run's plot and its configuration without folders of this machine.
 
     What the run has not written (config.yaml, summary.json, run.png, evaluation.json) the card leaves out.
@@ -55,6 +59,7 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
         merged: Whether the adapter is merged into the base.
         steps: Rollouts or steps that the weights were trained for.
         kind: The training, `reinforcement learning` or `supervised fine-tuning`.
+        name: Name that the folder will have; None is its own.
     """
     given, summary = yaml.safe_load(_read(run / "config.yaml")) or {}, json.loads(_read(run / "summary.json") or b"{}")
     config = without_folders(given) if given else {}
@@ -78,9 +83,41 @@ def write_model_card(folder: Path, run: Path, policy: Policy, merged: bool, step
         curves=summary_rows(summary) if curves else None,
         finished=summary["steps"] if curves and summary["steps"] != steps else None,
         evaluation=_evaluation(run / "evaluation.json", policy),
+        serving=_serving_of_the_card(policy, merged, folder.name if name is None else name),
         config=CONFIG if config else None,
     )
     card.save(folder / "README.md")
+
+
+def serving_lines(policy: Policy, merged: bool, base: str, folder: str) -> str:
+    """The command that serves what was exported by vLLM.
+
+    Args:
+        policy: What was exported.
+        merged: Whether the adapter is merged into the base.
+        base: Folder or hub name of the base in its format.
+        folder: The exported folder.
+    """
+    spec = policy.config.lora_spec
+    if spec is None or merged:
+        return f"vllm serve {folder}"
+    if policy.config.train_norms:
+        return "qerl export RUN DST --merge && vllm serve DST  # vLLM takes no adapter with trained norms"
+    rank = min(size for size in VLLM_RANKS if size >= min(spec.rank, VLLM_RANKS[-1]))
+    name = Path(folder).name
+    return f"vllm serve {base} --enable-lora --lora-modules {name}={folder} --max-lora-rank {rank}"
+
+
+def _serving_of_the_card(policy: Policy, merged: bool, name: str) -> str:
+    """The same without folders of this machine: a quantized base is to be written anew."""
+    config = policy.config
+    if merged or config.lora_spec is None or config.quantization == "none":
+        return serving_lines(policy, merged, _hub_name(config.path) or "BASE", name)
+    source = _hub_name(config.path) or "BASE"
+    packed = f"{Path(source).name}-{config.quantization.upper()}"
+    fetched = f"hf download {source} --local-dir {Path(source).name}\n" if source != "BASE" else ""
+    quantized = f"qerl quantize {Path(source).name} {packed} --format {config.quantization}"
+    return f"{fetched}{quantized}\n{serving_lines(policy, merged, packed, name)}"
 
 
 def _read(path: Path) -> bytes:
