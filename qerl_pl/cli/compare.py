@@ -1,4 +1,4 @@
-"""`qerl compare`: the paired difference of two evaluations, from the samples that `qerl test` and `qerl validate` wrote."""
+"""`qerl compare`: the paired difference of two evaluations, from the samples that they wrote."""
 
 import json
 from collections import defaultdict
@@ -18,8 +18,8 @@ Question = tuple[str, str]
 def compare(first: Path, second: Path) -> str:
     """A table of the second evaluation less the first one, for each set greedy and sampled, paired by question.
 
-    A question's sampled value is the share of right samples. The interval is the mean difference ± 1.96 standard errors over
-    questions, by the normal distribution.
+    A question's sampled value is the share of right samples. The interval is the mean difference ± 1.96 standard errors
+    over questions, by the normal distribution.
 
     Args:
         first: Folder of a run with evaluation.json, or a file of samples (evaluation/DIGEST.jsonl).
@@ -32,7 +32,8 @@ def compare(first: Path, second: Path) -> str:
     both = sorted(a.keys() & b.keys())
     if len(both) < 2:
         raise UserError(
-            f"compare pairs evaluations by question; {first} and {second} share {len(both)}; evaluate both on the same data"
+            f"compare pairs evaluations by question; {first} and {second} share {len(both)}; "
+            "evaluate both on the same data"
         )
     rows = ["| | questions | A | B | B − A | 95 % |", "|---|---|---|---|---|---|"]
     for name in sorted({name for name, _ in both}):
@@ -64,7 +65,8 @@ def _answers(place: Path) -> dict[Question, dict[str, list[bool]]]:
         report = place / "evaluation.json"
         if not report.is_file():
             raise UserError(
-                f"compare reads what `qerl test` wrote; {place} has no evaluation.json; name a run's folder or a .jsonl file"
+                f"compare reads what `qerl test` wrote; {place} has no evaluation.json; name a run's folder, or a "
+                "file of samples"
             )
         file = place / json.loads(report.read_bytes())["samples"]
     files = [file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))]

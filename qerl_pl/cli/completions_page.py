@@ -42,7 +42,8 @@ def _records(source: Path) -> list[dict[str, Any]]:
     """The lines of completions.jsonl, but one that a kill cut off."""
     if not source.is_file():
         raise UserError(
-            f"completions reads what a run logs to completions.jsonl; {source} is not there; train with --completions.jsonl true"
+            f"completions reads what a run logs to completions.jsonl; {source} is not there; train with "
+            "--completions.jsonl true"
         )
     records = []
     for line in source.read_text(encoding="utf-8").splitlines():
