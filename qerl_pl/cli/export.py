@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import ArgumentParser, dict_to_namespace
 from torch import Tensor
 
-from qerl_pl.cli.model_card import STEP, serving_lines, write_model_card
+from qerl_pl.cli.model_card import STEP, serving_line, write_model_card
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.quantize import in_format
@@ -117,7 +117,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         write_model_card(folder, run, policy, merge, steps, kind, dst.name)
     print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
     own = config.path if config.quantization == "none" and config.path is not None else str(base)
-    print(f"serve it: {serving_lines(policy, merge, own, str(dst))}")
+    print(f"serve it: {serving_line(config, merge, own, str(dst))}")
 
 
 def _described(config: PolicyConfig, merge: bool) -> str:

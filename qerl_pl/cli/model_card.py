@@ -83,41 +83,40 @@ def write_model_card(
         curves=summary_rows(summary) if curves else None,
         finished=summary["steps"] if curves and summary["steps"] != steps else None,
         evaluation=_evaluation(run / "evaluation.json", policy),
-        serving=_serving_of_the_card(policy, merged, folder.name if name is None else name),
+        serving=_serving_of_the_card(policy.config, merged, folder.name if name is None else name),
         config=CONFIG if config else None,
     )
     card.save(folder / "README.md")
 
 
-def serving_lines(policy: Policy, merged: bool, base: str, folder: str) -> str:
+def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str) -> str:
     """The command that serves what was exported by vLLM.
 
     Args:
-        policy: What was exported.
+        policy: Of what was exported.
         merged: Whether the adapter is merged into the base.
         base: Folder or hub name of the base in its format.
         folder: The exported folder.
     """
-    spec = policy.config.lora_spec
+    spec = policy.lora_spec
     if spec is None or merged:
         return f"vllm serve {folder}"
-    if policy.config.train_norms:
+    if policy.train_norms:
         return "qerl export RUN DST --merge && vllm serve DST  # vLLM takes no adapter with trained norms"
     rank = min(size for size in VLLM_RANKS if size >= min(spec.rank, VLLM_RANKS[-1]))
     name = Path(folder).name
     return f"vllm serve {base} --enable-lora --lora-modules {name}={folder} --max-lora-rank {rank}"
 
 
-def _serving_of_the_card(policy: Policy, merged: bool, name: str) -> str:
+def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str) -> str:
     """The same without folders of this machine: a quantized base is to be written anew."""
-    config = policy.config
-    if merged or config.lora_spec is None or config.quantization == "none":
-        return serving_lines(policy, merged, _hub_name(config.path) or "BASE", name)
-    source = _hub_name(config.path) or "BASE"
-    packed = f"{Path(source).name}-{config.quantization.upper()}"
+    source = _hub_name(policy.path) or "BASE"
+    if merged or policy.lora_spec is None or policy.train_norms or policy.quantization == "none":
+        return serving_line(policy, merged, source, name)
+    packed = f"{Path(source).name}-{policy.quantization.upper()}"
     fetched = f"hf download {source} --local-dir {Path(source).name}\n" if source != "BASE" else ""
-    quantized = f"qerl quantize {Path(source).name} {packed} --format {config.quantization}"
-    return f"{fetched}{quantized}\n{serving_lines(policy, merged, packed, name)}"
+    quantized = f"qerl quantize {Path(source).name} {packed} --format {policy.quantization}"
+    return f"{fetched}{quantized}\n{serving_line(policy, merged, packed, name)}"
 
 
 def _read(path: Path) -> bytes:
