@@ -234,7 +234,7 @@ def test_data_sets_of_the_hub_that_were_trained_on_are_named(run: Path, tmp_path
 
 def test_what_the_run_has_not_written_is_left_out(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
-    headings = ["## Curves", "## Evaluation", "## Repeat"]
+    headings = ["## Curves", "## Evaluation", "## Serve", "## Repeat"]
     for name in ("evaluation.json", "summary.json", "run.png", "config.yaml"):
         (copy / name).unlink()
         assert main(["export", str(copy), str(tmp_path / name)]) == 0
