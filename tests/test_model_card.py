@@ -127,7 +127,8 @@ def test_the_curves_have_first_and_last_values_of_each_set(run: Path, tmp_path: 
 
 
 def test_the_command_repeats_the_run(run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (command,) = re.findall(r"^qerl (.+)$", (exported / "README.md").read_text(), re.MULTILINE)
+    text = (exported / "README.md").read_text().partition("## Repeat")[2]
+    (command,) = re.findall(r"^qerl (.+)$", text, re.MULTILINE)
     assert command == "fit -c qerl_config.yaml"
     before = yaml.safe_load((run / "config.yaml").read_text())
     after = yaml.safe_load((exported / "qerl_config.yaml").read_text())
