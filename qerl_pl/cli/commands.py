@@ -23,7 +23,7 @@ TRAINER_COMMANDS = {
 COMMAND_HELP = TRAINER_COMMANDS | {
     "export": "Write a run's adapter, or its merged weights, with a model card.",
     "quantize": "Write a 4-bit checkpoint of a 16-bit one.",
-    "compare": "Compare two evaluations: the paired difference with its 95 % interval.",
+    "compare": "Compare two evaluations: the paired difference with its interval.",
     "completions": "Write a run's completions as one HTML file, to filter and search.",
     "configs": "List the configurations that -c takes by name, or copy one.",
 }
