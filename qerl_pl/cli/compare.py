@@ -11,8 +11,6 @@ from qerl_pl.errors import UserError
 
 NORMAL_95 = 1.96
 """Standard errors on either side of a mean, in a 95 % interval by the normal distribution."""
-Question = tuple[str, str]
-"""Name of the set, and id of the prompt."""
 
 
 def compare(first: Path, second: Path) -> str:
@@ -54,12 +52,12 @@ def compare(first: Path, second: Path) -> str:
 
 def paired_interval(differences: npt.NDArray[np.float64]) -> tuple[float, float, float]:
     """Mean of differences [n], n of at least 2, and the ends of its 95 % interval by the normal distribution."""
-    mean, error = differences.mean(), differences.std(ddof=1) / np.sqrt(len(differences))
-    return float(mean), float(mean - NORMAL_95 * error), float(mean + NORMAL_95 * error)
+    mean, error = float(differences.mean()), float(differences.std(ddof=1) / np.sqrt(len(differences)))
+    return mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error
 
 
-def _answers(place: Path) -> dict[Question, dict[str, list[bool]]]:
-    """Whether each greedy completion and each sample is right, by question; of several ranks all."""
+def _answers(place: Path) -> dict[tuple[str, str], dict[str, list[bool]]]:
+    """Whether each greedy completion and each sample is right, by set and prompt id; of several ranks all."""
     file = place
     if not place.is_file():
         report = place / "evaluation.json"
@@ -77,7 +75,7 @@ def _answers(place: Path) -> dict[Question, dict[str, list[bool]]]:
             grades[record["set"], record["prompt_id"], record["sample"]] = bool(record["correct"])
         except (ValueError, KeyError, TypeError):
             continue  # a line that a kill cut off
-    answers: dict[Question, dict[str, list[bool]]] = defaultdict(lambda: {"greedy": [], "sampled": []})
+    answers: dict[tuple[str, str], dict[str, list[bool]]] = defaultdict(lambda: {"greedy": [], "sampled": []})
     for (name, prompt, sample), correct in grades.items():
         answers[name, prompt]["greedy" if sample is None else "sampled"].append(correct)
     return answers
