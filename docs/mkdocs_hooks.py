@@ -1,4 +1,4 @@
-"""The site's pages: README and what its links lead to, at their paths in the repository, without studies; the API."""
+"""The site's pages: those of mkdocs.yml's navigation, at their paths in the repository, their pictures, and the API."""
 
 import re
 from pathlib import Path
@@ -8,57 +8,62 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-_LINK = re.compile(r"\]\(([^)#\s]+)[^)\s]*\)")
-_FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-_TITLED = re.compile(r"\[([^\]]+)\]\(([^)]+)\)")
-_STUDY = re.compile(r"\[([^\]]+)\]\((?:\.\./)*(studies/[^)]+)\)")
-_ROW = re.compile(r"^\| ([^|]+) \| (\[.*\)) \|$", re.MULTILINE)
+API = "API"
+"""Entry of the navigation whose pages are made here."""
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Take the navigation from README's table of pages."""
-    table = (ROOT / "README.md").read_text().partition("## Documentation")[2].partition("\n## ")[0]
-    topics = [
-        {_capital(topic): [{_capital(title): path} for title, path in _TITLED.findall(pages)]}
-        for topic, pages in _ROW.findall(table)
+    """Fill in the API's pages."""
+    api = {API: [{name: f"api/{name}.md"} for name in _packages()]}
+    config.nav = [
+        {tab: [api if entry == API else entry for entry in entries] for tab, entries in each.items()}
+        for each in config.nav or []
     ]
-    api = [{name: f"api/{name}.md"} for name in _packages()]
-    end = [{"Benchmarks": "benchmarks/README.md"}, {"Changes": "CHANGELOG.md"}]
-    config.nav = [{"qerl_pl": "README.md"}, *topics, {"API": api}, *end]
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replace the files of docs/ by those that README leads to, and add a page for each package of the API."""
+    """Replace the files of docs/ by the pages of the navigation and their pictures, and add the API."""
     of_theme = [file for file in files if file.src_dir != config.docs_dir]
-    pages = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in _reached("README.md")]
+    pages = [path for each in config.nav or [] for path in _paths(each) if not path.startswith("api/")]
+    pictures = {
+        target
+        for page in pages
+        for mark, _, link, _ in _LINK.findall((ROOT / page).read_text())
+        if mark and "://" not in link and (target := _in_repository(page, link)) is not None
+    }
+    shown = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in (*pages, *sorted(pictures))]
     api = [File.generated(config, f"api/{name}.md", content=f"::: {name}\n") for name in _packages()]
-    return Files([*of_theme, *pages, *api])
+    return Files([*of_theme, *shown, *api])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Name the files of studies, which are in the repository alone, in place of links to them."""
-    return _STUDY.sub(r"\1 (`\2`)", markdown)
+    """Links to files that are no pages lead to the repository, or name them where `repo_url` is not set."""
+
+    def link(found: re.Match[str]) -> str:
+        mark, text, target, _ = found.groups()
+        path = None if "://" in target else _in_repository(page.file.src_uri, target)
+        if mark or path is None or files.get_file_from_path(path) is not None:
+            return found[0]
+        return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path})" if config.repo_url else f"{text} (`{path}`)"
+
+    parts = _FENCE.split(markdown)
+    return "".join(part if part.startswith("```") else _LINK.sub(link, part) for part in parts)
 
 
-def _capital(title: str) -> str:
-    return title[0].upper() + title[1:]
+def _in_repository(page: str, link: str) -> str | None:
+    """Path from the root of the repository of a link's file; None if there is none."""
+    target = (ROOT / page).parent.joinpath(link).resolve()
+    return target.relative_to(ROOT).as_posix() if target.exists() else None
 
 
-def _reached(start: str) -> list[str]:
-    """Paths from the root of the repository that links of Markdown files lead to, in the order of their discovery."""
-    found = [start]
-    for path in found:
-        if not path.endswith(".md"):
-            continue
-        for link in _LINK.findall(_FENCE.sub("", (ROOT / path).read_text())):
-            if "://" in link:
-                continue
-            target = (ROOT / path).parent.joinpath(link).resolve()
-            name = target.relative_to(ROOT).as_posix()
-            if target.is_file() and name not in found and not name.startswith("studies/"):
-                found.append(name)
-    return found
+def _paths(entry: object) -> list[str]:
+    """Paths of an entry of the navigation."""
+    if isinstance(entry, dict):
+        return [path for value in entry.values() for path in _paths(value)]
+    return [path for value in entry for path in _paths(value)] if isinstance(entry, list) else [str(entry)]
 
 
 def _packages() -> list[str]:

@@ -527,7 +527,7 @@ def test_only_the_subcommand_that_is_called_gets_its_keys(capsys: pytest.Capture
     assert all(f"\n    {name} " in listed for name in keys)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "configs"])
+@pytest.mark.parametrize("command", [*COMMANDS, "compare", "completions", "configs"])
 def test_help_shows_a_command_as_it_is_typed(capsys: pytest.CaptureFixture[str], command: str) -> None:
     assert printed(capsys, command, "--help").startswith(f"usage: qerl {command} ")
 

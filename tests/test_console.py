@@ -76,7 +76,7 @@ def test_help_version_configurations_and_unknown_commands_import_no_pytorch(tmp_
 
 
 def test_every_command_has_its_line_of_help() -> None:
-    assert COMMAND_HELP.keys() == {"configs", *COMMANDS, *QeRLCLI.subcommands()}
+    assert COMMAND_HELP.keys() == {"compare", "completions", "configs", *COMMANDS, *QeRLCLI.subcommands()}
 
 
 @pytest.mark.parametrize("words", ["fit", "-c gsm8k fit", "validate -c gsm8k", "export a b", "quantize --help"])

@@ -14,8 +14,9 @@ from typing import Any
 import pages
 import pytest
 import torch
+import yaml
 from cli_helpers import built
-from fit_helpers import configuration
+from fit_helpers import configuration, with_keys
 from pages import DOCS, GUIDE, PAGES, ROOT
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -51,9 +52,8 @@ LINES = [(path, line) for path in GUIDE for line in pages.commands(path)]
 def pages_modules(process_state: None) -> Iterator[None]:
     """The pages' own modules are imported anew by each test."""
     yield
-    own = ("my_corrections", "my_data", "my_formats", "my_rewards")
-    for module in (*own, "qerl_reward_my_grader", "qerl_reward_trl_rewards"):
-        sys.modules.pop(module, None)
+    for module in [name for name in sys.modules if name.startswith(("my_", "qerl_reward_"))]:
+        sys.modules.pop(module)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +95,24 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_the_readme_is_one_page_and_leads_to_all_others() -> None:
-    assert len(README.read_text().splitlines()) <= 110
-    assert {f"docs/{path.name}" for path in DOCS} <= set(pages.links(README))
+def words(text: str) -> int:
+    """Words of a page outside of code blocks; marks of tables are none."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return sum(1 for word in prose.split() if re.search(r"\w", word))
+
+
+def test_the_readme_takes_three_minutes_and_the_documentation_an_hour() -> None:
+    assert words(README.read_text()) <= 450
+    assert sum(words(path.read_text()) for path in DOCS) <= 20_000
+
+
+def test_the_site_has_six_tabs_and_every_page() -> None:
+    (nav,) = re.findall(r"^nav:\n((?: .*\n)+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    tabs = {tab: places for each in yaml.safe_load(nav) for tab, places in each.items()}
+    assert list(tabs) == ["Start", "Guide", "Methods", "Evidence", "Reference", "Contribute"]
+    named = [path for places in tabs.values() for each in places if isinstance(each, dict) for path in each.values()]
+    assert {f"docs/{path.name}" for path in DOCS} <= set(named) and len(named) == len(set(named)) <= 32
+    assert all((ROOT / path).is_file() for path in named)
 
 
 PATH = ROOT / "docs" / "path-of-the-data.md"
@@ -165,6 +180,12 @@ def test_a_command_is_understood(
         assert Path(command).is_file()
         return
     assert program == "qerl"
+    if command == "compare":
+        assert main([command, *args]) == 2 and len(args) == 2  # no such runs
+        return
+    if command == "completions":
+        assert main([command, *args, str(tmp_path / "page.html")]) == 0
+        return
     if command == "configs":
         monkeypatch.chdir(tmp_path)
         assert main([command, *args]) == 0
@@ -260,6 +281,29 @@ def test_the_module_and_the_rewards_of_the_page_of_the_command_line_are_accepted
     settings = built("fit", "-c", str(ROOT / "configs" / "quickstart.yaml"), "-c", str(tmp_path / "rewards.yaml"))
     rewards = {reward.name: reward.weight for reward in settings.rollout.scorer.rewards}
     assert rewards == {"accuracy": 1.0, "format": 0.1}
+
+
+def test_what_extends_the_package_trains(
+    workdir: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The objective, schedules, reward, callback and module of the page, in one run of two rollouts."""
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.chdir(workdir)
+    monkeypatch.setattr(sys, "argv", ["qerl"])
+    settings = with_keys(configuration(tiny_policy_dir, tmp_path))
+    settings["model"] |= {
+        "objective": {"class_path": "my_objectives.Reinforce"},
+        "lr_scheduler": "my_schedules.py:wsd",
+    }
+    settings["rollout"]["rewards"] = ["my_short.py:short"]
+    settings["noise"] = {"decay": "my_schedules.py:steps", "stages": 2}
+    settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2, "callbacks": ["my_callback.Positive"]}
+    watched = importlib.import_module("my_module").Watched
+    monkeypatch.setattr("qerl_pl.cli.main.QeRLModule", watched)
+    module = QeRLCLI({"subcommand": "fit", "fit": settings}).model
+    assert isinstance(module, watched) and type(module.objective).__name__ == "Reinforce"
+    logged = set(EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"])
+    assert {"my/positive_frac", "reward/short"} <= logged
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from huggingface_hub import ModelCard, constants
 from transformers import AutoTokenizer
 
 from qerl_pl.cli.main import main
-from qerl_pl.cli.model_card import without_folders
+from qerl_pl.cli.model_card import serving_line, without_folders
+from qerl_pl.modules import LoraConfig, PolicyConfig
 
 BASE = "somebody/tiny-policy"
 
@@ -109,7 +110,7 @@ def test_the_numbers_are_those_of_the_runs_files(run: Path, exported: Path) -> N
     for name, label in {"accuracy": "greedy accuracy", "pass@2": "pass@2", "truncated_frac": "truncated"}.items():
         metric = report["metrics"][name]
         assert rows(text)[label] == [f"{metric['value']:.3f} [{metric['low']:.3f}, {metric['high']:.3f}]"]
-    assert "![Reward, entropy and noise of the run](run.png)" in text
+    assert "![Reward, accuracy, entropy and length of the run](run.png)" in text
     assert (exported / "run.png").read_bytes() == (run / "run.png").read_bytes()
 
 
@@ -126,7 +127,8 @@ def test_the_curves_have_first_and_last_values_of_each_set(run: Path, tmp_path: 
 
 
 def test_the_command_repeats_the_run(run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (command,) = re.findall(r"^qerl (.+)$", (exported / "README.md").read_text(), re.MULTILINE)
+    text = (exported / "README.md").read_text().partition("## Repeat")[2]
+    (command,) = re.findall(r"^qerl (.+)$", text, re.MULTILINE)
     assert command == "fit -c qerl_config.yaml"
     before = yaml.safe_load((run / "config.yaml").read_text())
     after = yaml.safe_load((exported / "qerl_config.yaml").read_text())
@@ -233,7 +235,7 @@ def test_data_sets_of_the_hub_that_were_trained_on_are_named(run: Path, tmp_path
 
 def test_what_the_run_has_not_written_is_left_out(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
-    headings = ["## Curves", "## Evaluation", "## Repeat"]
+    headings = ["## Curves", "## Evaluation", "## Serve", "## Repeat"]
     for name in ("evaluation.json", "summary.json", "run.png", "config.yaml"):
         (copy / name).unlink()
         assert main(["export", str(copy), str(tmp_path / name)]) == 0
@@ -257,3 +259,31 @@ def test_the_evaluation_of_other_weights_is_left_out(
     text = (tmp_path / "adapter" / "README.md").read_text()
     assert "The adapter after 1 rollouts" in text and "Of the complete run of 2 rollouts." in text
     assert "## Evaluation" not in text and "evaluation.json is of other weights" in caplog.text
+
+
+ADAPTER = "--enable-lora --lora-modules mine=out/mine --max-lora-rank"
+
+
+@pytest.mark.parametrize(
+    ("settings", "merged", "line"),
+    [
+        ({"lora": LoraConfig(rank=32)}, False, f"vllm serve BASE {ADAPTER} 32"),
+        ({"lora": LoraConfig(rank=4)}, False, f"vllm serve BASE {ADAPTER} 8"),
+        ({"lora": LoraConfig(rank=33), "quantization": "none"}, False, f"vllm serve BASE {ADAPTER} 64"),
+        ({"lora": LoraConfig(rank=257)}, False, f"vllm serve BASE {ADAPTER} 320"),
+        ({"lora": LoraConfig(rank=32)}, True, "vllm serve out/mine"),
+        ({"finetune": "full", "quantization": "none"}, False, "vllm serve out/mine"),
+    ],
+)
+def test_the_line_that_serves_it(settings: dict[str, Any], merged: bool, line: str) -> None:
+    assert serving_line(PolicyConfig(**settings), merged, "BASE", "out/mine") == line
+
+
+def test_an_adapter_with_trained_norms_is_served_merged() -> None:
+    line = serving_line(PolicyConfig(train_norms=True), False, "BASE", "mine")
+    assert line.startswith("qerl export RUN DST --merge && vllm serve DST") and "--enable-lora" not in line
+
+
+def test_the_card_says_how_to_serve_it(exported: Path) -> None:
+    text = (exported / "README.md").read_text().partition("## Serve")[2].partition("\n## ")[0]
+    assert "vllm serve" in text and str(exported.parent) not in text

@@ -97,7 +97,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: AdaptiveQuantizationNoise(sigma_end=1.0), "Noise must not grow"),
     (lambda: SamplingConfig(temperature=-1.0), "temperature must be 0 or a number of at"),
     (lambda: SamplingConfig(stop=[""]), "none of them empty; got .*; correct the list"),
-    (lambda: RolloutCallback([Named()], eval_sampling=EvalSampling(top_p=0.0)), "eval_sampling.top_p must be above 0"),
+    (
+        lambda: RolloutCallback([Named()], evaluation=EvaluationConfig(sampling=EvalSampling(top_p=0.0))),
+        "evaluation.sampling.top_p must be above 0",
+    ),
     (lambda: QeRLModule(optimizer=lambda w: torch.optim.AdamW(w, lr=math.inf)), "needs a learning rate .* got inf"),
     (lambda: QeRLModule(optimizer=torch.optim.LBFGS), "once a minibatch; LBFGS asks"),
     (lambda: LoraConfig(alpha=math.nan), "finite alpha > 0; got nan; set model.policy.lora"),

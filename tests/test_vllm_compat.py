@@ -157,4 +157,4 @@ def test_the_extra_is_the_release_that_was_measured() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     release = extras["vllm"][0].removeprefix("vllm==")
     assert compat.FIRST_VERSION <= tuple(map(int, release.split(".")))[:2] <= compat.LAST_VERSION
-    assert f"vLLM {release}, the release that was measured" in (ROOT / "docs" / "on-a-gpu.md").read_text()
+    assert f"vLLM {release}, the release that was measured" in (ROOT / "docs" / "first-run.md").read_text()

@@ -21,7 +21,10 @@ from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_write
 
 PHASES = ("sync", "rollout", "reward", "update")
-CURVES = ("reward/mean", "policy/entropy", "aqn/sigma", "aqn/measured_std", *(f"time/{phase}_s" for phase in PHASES))
+CURVES = (
+    *("reward/mean", "policy/entropy", "completions/length_mean", "completions/groups_without_signal_frac"),
+    *("aqn/sigma", "aqn/measured_std", *(f"time/{phase}_s" for phase in PHASES)),
+)
 AVERAGED = 3
 """Rollouts that first and last values are averaged over."""
 SAVED = ("curves", "validations", "train_seconds")
@@ -138,23 +141,41 @@ class RunSummary(Callback):
     def _plot(self, path: Path) -> None:
         from matplotlib.figure import Figure  # slow to import, needed once
 
-        figure = Figure(figsize=(10, 3.2), layout="constrained")
-        left, middle, right = axes = figure.subplots(1, 3)
-        left.plot(self.curves["reward/mean"], color="tab:blue", label="training reward")
-        for number, (name, values) in enumerate(self.validations.items(), start=1):  # C0 is the reward's blue
-            label = f"pass@1, {name}" if name else "held-out pass@1"
-            versions, sampled, *_ = zip(*values, strict=True)
-            left.plot(versions, sampled, "o-", color=f"C{number}", label=label)
-        left.legend()
-        middle.plot(self.curves["policy/entropy"], color="tab:green")
-        right.plot(self.curves["aqn/sigma"], "k--", label="σ scheduled")
-        right.plot(self.curves["aqn/measured_std"], color="tab:red", alpha=0.7, label="std measured")
-        right.set_yscale("symlog", linthresh=1e-5)
-        right.legend()
-        titles = ("reward", "policy entropy (nats)", "noise of the sampler's norms")
-        for axis, title in zip(axes, titles, strict=True):
+        curves, noisy = self.curves, any(self.curves["aqn/sigma"])
+        figure = Figure(figsize=(10, 6), layout="constrained")
+        reward, accuracy, entropy, length, signal, noise = figure.subplots(2, 3).flat
+        reward.plot(curves["reward/mean"], color="tab:blue", label="training")
+        for number, (name, values) in enumerate(self.validations.items(), start=1):  # C0 is the training's blue
+            versions, sampled, greedy, held_out = zip(*values, strict=True)
+            of = f" {name}" if name else ""
+            if None not in held_out:
+                reward.plot(versions, held_out, "o-", color=f"C{number}", label=f"held-out{of}")
+            accuracy.plot(versions, greedy, "o-", color=f"C{number}", label=f"greedy{of}")
+            accuracy.plot(versions, sampled, "s--", color=f"C{number}", alpha=0.6, label=f"one sample{of} (pass@1)")
+        accuracy.set_ylim(-0.03, 1.03)
+        entropy.plot(curves["policy/entropy"], color="tab:green")
+        length.plot(curves["completions/length_mean"], color="tab:purple")
+        signal.plot(curves["completions/groups_without_signal_frac"], color="tab:gray")
+        signal.set_ylim(-0.03, 1.03)
+        if noisy:
+            noise.plot(curves["aqn/sigma"], "k--", label="set")
+            noise.plot(curves["aqn/measured_std"], color="tab:red", alpha=0.7, label="measured in the sampler")
+            noise.set_yscale("symlog", linthresh=1e-5)
+        else:
+            noise.remove()
+        titles = {
+            reward: "reward",
+            accuracy: "held-out accuracy",
+            entropy: "policy entropy (nats)",
+            length: "length (tokens)",
+            signal: "groups without signal",
+            **({noise: "noise of the sampler's norms"} if noisy else {}),
+        }
+        for axis, title in titles.items():
             axis.set(title=title, xlabel="rollout")
             axis.grid(alpha=0.3)
+            if len(axis.lines) > 1:
+                axis.legend(fontsize="small")
         image = io.BytesIO()
         figure.savefig(image, dpi=120)
         atomic_write(path, image.getvalue())

@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn, get_type_hints
 
+from qerl_pl.cli.completions_page import write_completions
 from qerl_pl.cli.configs import check_config, copy_config, list_configs
 from qerl_pl.errors import UserError, did_you_mean, explain_file_error
 
@@ -22,6 +23,8 @@ TRAINER_COMMANDS = {
 COMMAND_HELP = TRAINER_COMMANDS | {
     "export": "Write a run's adapter, or its merged weights, with a model card.",
     "quantize": "Write a 4-bit checkpoint of a 16-bit one.",
+    "compare": "Compare two evaluations: the paired difference with its interval.",
+    "completions": "Write a run's completions as one HTML file, to filter and search.",
     "configs": "List the configurations that -c takes by name, or copy one.",
 }
 """All commands and what they do."""
@@ -60,8 +63,8 @@ def answer(argv: Sequence[str]) -> bool:
         SystemExit: Help or the version was printed.
     """
     first = argv[0] if argv else "none"
-    if first == "configs":
-        _configs(argv[1:])
+    if first in _WITHOUT_TORCH:
+        _WITHOUT_TORCH[first](argv[1:])
         return True
     if first in ("-h", "--help", "-V", "--version"):
         _program().parse_args([first])
@@ -125,3 +128,25 @@ def _configs(args: Sequence[str]) -> None:
     parser.add_argument("dst", nargs="?", type=Path, help="File or folder to copy it to. By default NAME.yaml here.")
     given = parser.parse_args(args)
     list_configs() if given.name is None else copy_config(given.name, given.dst)
+
+
+def _compare(args: Sequence[str]) -> None:
+    parser = Parser(prog="qerl compare", description=COMMAND_HELP["compare"])
+    parser.add_argument("a", type=Path, help="Folder of a run that `qerl test` evaluated, or a file of its samples.")
+    parser.add_argument("b", type=Path, help="The other one; the difference is B less A.")
+    given = parser.parse_args(args)
+    from qerl_pl.cli.compare import compare  # NumPy, which the other commands do without
+
+    print(compare(given.a, given.b))
+
+
+def _completions(args: Sequence[str]) -> None:
+    parser = Parser(prog="qerl completions", description=COMMAND_HELP["completions"])
+    parser.add_argument("run", type=Path, help="The run's folder, or its completions.jsonl.")
+    parser.add_argument("dst", nargs="?", type=Path, help="File to write. By default completions.html beside it.")
+    given = parser.parse_args(args)
+    write_completions(given.run, given.dst)
+
+
+_WITHOUT_TORCH = {"compare": _compare, "completions": _completions, "configs": _configs}
+"""Commands that need no PyTorch."""

@@ -11,7 +11,7 @@ import yaml
 from jsonargparse import ArgumentParser, dict_to_namespace
 from torch import Tensor
 
-from qerl_pl.cli.model_card import STEP, write_model_card
+from qerl_pl.cli.model_card import STEP, serving_line, write_model_card
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import QUANTIZATIONS
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
@@ -126,8 +126,10 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
             mark_trained(folder)
         else:
             policy.save(folder)
-        write_model_card(folder, run, given, policy, merge, steps, kind)
+        write_model_card(folder, run, given, policy, merge, steps, kind, dst.name)
     print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
+    own = config.path if config.quantization == "none" and config.path is not None else str(base)
+    print(f"serve it: {serving_line(config, merge, own, str(dst))}")
 
 
 def _described(config: PolicyConfig, merge: bool) -> str:

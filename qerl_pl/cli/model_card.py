@@ -27,6 +27,8 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 PACKAGES = ("qerl-pl", "torch", "transformers", "lightning", "math-verify", "peft")
 STEP = {QeRLModule.kind: "rollouts", SFTModule.kind: "steps"}
 """What a training counts."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.parquet)")
 _TEXTS = ("system_prompt", "template")
 """Keys of prompts, which may look like paths: /no_think Answer in <answer></answer>."""
@@ -44,7 +46,14 @@ _URL = re.compile(r"(?<!\bhf)://")
 
 
 def write_model_card(
-    folder: Path, run: Path, given: Mapping[str, Any] | None, policy: Policy, merged: bool, steps: int, kind: str
+    folder: Path,
+    run: Path,
+    given: Mapping[str, Any] | None,
+    policy: Policy,
+    merged: bool,
+    steps: int,
+    kind: str,
+    name: str | None = None,
 ) -> None:
     """Write README.md, and beside it the run's plot and its configuration without folders of this machine.
 
@@ -58,6 +67,7 @@ def write_model_card(
         merged: Whether the adapter is merged into the base.
         steps: Rollouts or steps that the weights were trained for.
         kind: The training, `reinforcement learning` or `supervised fine-tuning`.
+        name: Name that the folder will have; None is its own.
     """
     path, config = run / "summary.json", without_folders(given) if given else {}
     summary = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -81,9 +91,40 @@ def write_model_card(
         curves=summary_rows(summary) if curves else None,
         finished=summary["steps"] if curves and summary["steps"] != steps else None,
         evaluation=_evaluation(run / "evaluation.json", policy),
+        serving=_serving_of_the_card(policy.config, merged, folder.name if name is None else name),
         config=CONFIG if config else None,
     )
     card.save(folder / "README.md")
+
+
+def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str) -> str:
+    """The command that serves what was exported by vLLM.
+
+    Args:
+        policy: Of what was exported.
+        merged: Whether the adapter is merged into the base.
+        base: Folder or hub name of the base in its format.
+        folder: The exported folder.
+    """
+    spec = policy.lora_spec
+    if spec is None or merged:
+        return f"vllm serve {folder}"
+    if policy.train_norms:
+        return "qerl export RUN DST --merge && vllm serve DST  # vLLM takes no adapter with trained norms"
+    rank = min(size for size in VLLM_RANKS if size >= min(spec.rank, VLLM_RANKS[-1]))
+    name = Path(folder).name
+    return f"vllm serve {base} --enable-lora --lora-modules {name}={folder} --max-lora-rank {rank}"
+
+
+def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str) -> str:
+    """The same without folders of this machine: a quantized base is to be written anew."""
+    source = _hub_name(policy.path) or "BASE"
+    if merged or policy.lora_spec is None or policy.train_norms or policy.quantization == "none":
+        return serving_line(policy, merged, source, name)
+    packed = f"{Path(source).name}-{policy.quantization.upper()}"
+    fetched = f"hf download {source} --local-dir {Path(source).name}\n" if source != "BASE" else ""
+    quantized = f"qerl quantize {Path(source).name} {packed} --format {policy.quantization}"
+    return f"{fetched}{quantized}\n{serving_line(policy, merged, packed, name)}"
 
 
 def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:

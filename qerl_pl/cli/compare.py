@@ -1,0 +1,81 @@
+"""`qerl compare`: the paired difference of two evaluations, from the samples that they wrote."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from qerl_pl.errors import UserError
+
+NORMAL_95 = 1.96
+"""Standard errors on either side of a mean, in a 95 % interval by the normal distribution."""
+
+
+def compare(first: Path, second: Path) -> str:
+    """A table of the second evaluation less the first one, for each set greedy and sampled, paired by question.
+
+    A question's sampled value is the share of right samples. The interval is the mean difference ± 1.96 standard errors
+    over questions, by the normal distribution.
+
+    Args:
+        first: Folder of a run with evaluation.json, or a file of samples (evaluation/DIGEST.jsonl).
+        second: The other one.
+
+    Raises:
+        UserError: There are no samples, or fewer than two questions in common.
+    """
+    a, b = _answers(first), _answers(second)
+    both = sorted(a.keys() & b.keys())
+    if len(both) < 2:
+        raise UserError(
+            f"compare pairs evaluations by question; {first} and {second} share {len(both)}; "
+            "evaluate both on the same data"
+        )
+    rows = ["| | questions | A | B | B − A | 95 % |", "|---|---|---|---|---|---|"]
+    for name in sorted({name for name, _ in both}):
+        for kind in ("greedy", "sampled"):
+            pairs = [(a[key][kind], b[key][kind]) for key in both if key[0] == name]
+            values = np.array([(np.mean(one), np.mean(other)) for one, other in pairs if one and other])
+            if len(values) > 1:
+                mean, low, high = paired_interval(values[:, 1] - values[:, 0])
+                label = f"{name}, {kind}" if name else kind
+                before, after = values.mean(axis=0)
+                cells = f"{len(values)} | {before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f}"
+                rows.append(f"| {label} | {cells} |")
+    alone = len(a.keys() ^ b.keys())
+    return "\n".join(
+        [*rows, *([f"{alone} questions are in one of the evaluations only, and left out"] if alone else [])]
+    )
+
+
+def paired_interval(differences: npt.NDArray[np.float64]) -> tuple[float, float, float]:
+    """Mean of differences [n], n of at least 2, and the ends of its 95 % interval by the normal distribution."""
+    mean, error = float(differences.mean()), float(differences.std(ddof=1) / np.sqrt(len(differences)))
+    return mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error
+
+
+def _answers(place: Path) -> dict[tuple[str, str], dict[str, list[bool]]]:
+    """Whether each greedy completion and each sample is right, by set and prompt id; of several ranks all."""
+    file = place
+    if not place.is_file():
+        report = place / "evaluation.json"
+        if not report.is_file():
+            raise UserError(
+                f"compare reads what `qerl test` wrote; {place} has no evaluation.json; name a run's folder, or a "
+                "file of samples"
+            )
+        file = place / json.loads(report.read_bytes())["samples"]
+    files = [file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))]
+    grades = {}  # a later line of a question is of its edited row
+    for line in (line for one in files if one.is_file() for line in one.read_text().splitlines()):
+        try:
+            record = json.loads(line)
+            grades[record["set"], record["prompt_id"], record["sample"]] = bool(record["correct"])
+        except (ValueError, KeyError, TypeError):
+            continue  # a line that a kill cut off
+    answers: dict[tuple[str, str], dict[str, list[bool]]] = defaultdict(lambda: {"greedy": [], "sampled": []})
+    for (name, prompt, sample), correct in grades.items():
+        answers[name, prompt]["greedy" if sample is None else "sampled"].append(correct)
+    return answers
