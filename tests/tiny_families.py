@@ -19,6 +19,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -71,6 +72,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma-3": Gemma3TextConfig,
     "qwen3-moe": Qwen3MoeConfig,
     "gpt-oss": GptOssConfig,
+    "qwen3.5": Qwen3_5TextConfig,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3": {"rope_parameters": STRETCHED},
@@ -106,6 +108,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "intermediate_size": 64,
         "sliding_window": 24,
         "rope_parameters": YARN,
+    },
+    "qwen3.5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     },
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
@@ -189,12 +199,14 @@ def write_checkpoint(name: str, folder: Path) -> Path:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                if "norm" in parameter_name:
+                if "norm" in parameter_name or parameter_name.endswith("dt_bias"):
                     parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
                 else:
                     # Gemma multiplies embeddings by 11: larger ones would repeat the last token, whatever layers do.
                     small = "_proj" in parameter_name or name.startswith("gemma")
                     parameter.normal_(std=0.08 if small else 0.15)
+                if parameter_name.endswith(("A_log", "conv1d.weight")):  # states that fade within tens of tokens
+                    parameter.uniform_(-3.0, 0.0) if parameter_name.endswith("A_log") else parameter.mul_(4.0)
                 if parameter_name.endswith("sinks"):  # of the size of scores, and as published ones in bfloat16
                     parameter.mul_(10.0).copy_(parameter.bfloat16())
                 elif name == "gpt-oss" and parameter_name.endswith(

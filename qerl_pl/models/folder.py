@@ -114,19 +114,37 @@ def _open(path: Path) -> Iterator[Any]:
         ) from error
 
 
+_TEXT_MODELS = {"model.language_model.": "model.", "language_model.": ""}
+"""Prefixes of the text model's tensors in a model of text and images, with those of a text model."""
+_MTP = "mtp."
+"""Prefix of the layers that Qwen's models have for speculative decoding; layers of no text model here."""
+
+
+def _text_names(stored: Iterable[str]) -> dict[str, str]:
+    """The text model's names of a folder's tensors, by the stored names; of others there is none."""
+    names = [name for name in stored if not name.startswith(_MTP)]
+    prefix = next((prefix for prefix in _TEXT_MODELS if any(name.startswith(prefix) for name in names)), None)
+    if prefix is None:
+        return {name: name for name in names}
+    renamed = {name: _TEXT_MODELS[prefix] + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return renamed | {name: name for name in names if name.startswith("lm_head.")}
+
+
 class TensorFiles:
-    """Tensors of a model folder by name, read one at a time.
+    """Tensors of a model folder by name, read one at a time; of a model of text and images those of the text model.
 
     Args:
         folder: Of the model.
-        prefix: Only tensors whose names start with it are read; their names here lack it.
     """
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._rows: int | None = None
         files = weight_map(folder)
-        self._files = {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
+        self._stored = {name: stored for stored, name in _text_names(files).items()}
+        self._files = {name: files[stored] for name, stored in self._stored.items()}
+        self.skipped = sorted(files.keys() - self._stored.values())
+        """Stored names of tensors that are no part of the text model."""
 
     def __iter__(self) -> Iterator[str]:
         """Names in the order of the files, so that a reader goes through each file once."""
@@ -144,8 +162,9 @@ class TensorFiles:
         shapes: dict[str, tuple[int, ...]] = {}
         for file_name in sorted(set(self._files.values())):
             with _open(self._folder / file_name) as file:
-                stored = [name for name in file.keys() if name.startswith(self._prefix)]
-                shapes |= {name.removeprefix(self._prefix): tuple(file.get_slice(name).get_shape()) for name in stored}
+                here = file.keys()
+                names = _text_names([*self._stored.values(), *here])
+                shapes |= {names[name]: tuple(file.get_slice(name).get_shape()) for name in here if name in names}
         if missing := sorted(self._files.keys() - shapes):
             raise UserError(
                 f"weight files must hold what their index says; {self._folder} lacks {missing[0]}: download it again"
@@ -180,7 +199,7 @@ class TensorFiles:
         return found
 
     def _read(self, file: Any, name: str) -> Tensor:
-        stored = f"{self._prefix}{name}"
+        stored = self._stored[name]
         dims = 0 if self._rows is None else len(file.get_slice(stored).get_shape())
         if dims < 2:
             tensor: Tensor = file.get_tensor(stored)
