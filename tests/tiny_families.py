@@ -19,6 +19,8 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -72,7 +74,6 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "gemma-3": Gemma3TextConfig,
     "qwen3-moe": Qwen3MoeConfig,
     "gpt-oss": GptOssConfig,
-    "qwen3.5": Qwen3_5TextConfig,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama-3": {"rope_parameters": STRETCHED},
@@ -121,7 +122,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
 CONFIGS["qwen2"], OPTIONS["qwen2"] = Qwen2Config, {}  # the toy policy's family, which other tests run
-STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in MODELS}
+CONFIGS["qwen3.5"] = Qwen3_5TextConfig  # test_delta_nets.py runs it: vLLM's CPU build does not in float32
+STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in CONFIGS}
 """The 4-bit format of each in tests: gpt-oss has one alone."""
 EXPERTS = ("qwen3-moe", "gpt-oss")
 """Mixtures of experts, which are frozen."""
@@ -141,6 +143,26 @@ def write_wrapped(text_model: Path, folder: Path) -> Path:
     wrapped = Gemma3ForConditionalGeneration(config)
     wrapped.model.language_model.load_state_dict(inner.model.state_dict())
     wrapped.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_wrapped_qwen(text_model: Path, folder: Path) -> Path:
+    """Write a model of text and images around a Qwen3.5 checkpoint, as published: with layers for speculation."""
+    inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    config = Qwen3_5Config(
+        text_config=inner.config.to_dict(), vision_config=vision | {"out_hidden_size": inner.config.hidden_size}
+    )
+    config.tie_word_embeddings = inner.config.tie_word_embeddings
+    wrapped = Qwen3_5ForConditionalGeneration(config)
+    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
+    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
+    wrapped.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    own = {name: tensor for name, tensor in stored.items() if ".layers.1." in name}
+    mtp = {name.replace("model.language_model.layers.1", "mtp.layers.0"): tensor for name, tensor in own.items()}
+    save_file(stored | {name: t.clone() for name, t in mtp.items()}, folder / "model.safetensors", {"format": "pt"})
     build_tokenizer().save_pretrained(folder)
     return folder
 

@@ -214,7 +214,7 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
 
     Raises:
         UserError: A target matches no linear of the model (the output layer takes no adapter), or the rank exceeds the
-            smaller side of a weight, but for a gated delta net's linears of few rows, whose adapter may have more ranks.
+            smaller side of a weight, but for a gated delta net's linears of few rows.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     family = find_family(model.config.model_type)  # type: ignore[union-attr, arg-type]
