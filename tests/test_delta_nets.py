@@ -233,7 +233,7 @@ def test_scales_of_the_fused_pair_that_differ_are_refused(base: Path, tmp_path: 
 def test_other_formats_train_too(source: Path, tmp_path: Path, format: str) -> None:
     quantize_checkpoint(source, tmp_path / "base", format)  # type: ignore[arg-type]
     policy = policy_of(tmp_path / "base", quantization=format)
-    assert sum(isinstance(module, FrozenLinear) for module in policy.modules()) == 13 - 3
+    assert sum(isinstance(module, FrozenLinear) for module in policy.modules()) == 13
     rounded = logprobs_of(policy, ROWS)
     exact = logprobs_of(policy_of(source, quantization="none"), ROWS)
     assert all(0 < (a - b).abs().mean() < 2 for a, b in zip(rounded, exact, strict=True))
@@ -438,7 +438,7 @@ def learned(base: Path, run: Path, rewards: list[dict[str, Any]], changes: dict[
 @pytest.mark.usefixtures("process_state")
 def test_a_random_checkpoint_learns_to_write_vowels(source: Path, tmp_path: Path) -> None:
     vowels = [{"class_path": "fit_helpers.Vowels"}]
-    sizes = {"rollouts": 12, "prompts": 4, "tokens": 6, "lr": 0.01}
+    sizes = {"rollouts": 16, "prompts": 8, "tokens": 6, "lr": 0.03}
     rewards = learned(source, tmp_path / "run", vowels, sizes)
     assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])
 

@@ -44,6 +44,7 @@ from qerl_pl.models.families import (
     has_experts,
     stores_stacks,
     text_config,
+    unquantized,
 )
 from qerl_pl.models.folder import (
     QUANTIZATION_REPORT,
@@ -176,7 +177,7 @@ def _device(name: Device) -> torch.device:
 def _quantization_config(quantizer: Quantizer, config: dict[str, Any]) -> dict[str, Any]:
     """That of the quantizer; where it lists linears that stay in 16 bits, with those of the model's family."""
     document, family = quantizer.config, family_of(config["model_type"])
-    added = {"ignore": family.unquantized, "llm_int8_skip_modules": family.dense_linears}
+    added = {"ignore": unquantized(config), "llm_int8_skip_modules": family.dense_linears}
     return document | {key: [*document[key], *names] for key, names in added.items() if key in document and names}
 
 
