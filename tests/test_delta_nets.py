@@ -1,5 +1,6 @@
 """Qwen3.5's text models: gated delta nets whose packed sequences never mix, from quantizing to a run of RL."""
 
+import importlib.util
 import itertools
 import json
 import logging
@@ -14,10 +15,13 @@ import pytest
 import torch
 import yaml
 from fit_helpers import configuration
+from live_bytes import LiveBytes
 from qerl_kernels import gated_delta_rule
 from safetensors.torch import load_file, save_file
 from test_families import (
+    PROMPTS,
     changed,
+    completions_of,
     every_linear,
     policy_of,
     spec_of,
@@ -34,7 +38,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from qerl_pl.cli.main import main
-from qerl_pl.engines import RolloutEngine, TransformersEngine
+from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.vllm import weight_map
 from qerl_pl.errors import UserError
 from qerl_pl.formats.calibration import calibrate_checkpoint
@@ -44,11 +48,13 @@ from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.families import family_of
 from qerl_pl.models.folder import TensorFiles, read_config
 from qerl_pl.models.memory import GIB
+from qerl_pl.models.memory_plan import MicroBatch, activation_bytes
 from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.delta_net import PackedDeltaNet, use_packed_delta_nets
 from qerl_pl.policy.lora import FrozenLinear
 from qerl_pl.policy.packed_layers import Packing
+from qerl_pl.rollout.experience import pad_completions
 from qerl_pl.toy.policy import ToyConfig, teach
 from qerl_pl.toy.tokenizer import build_tokenizer
 
@@ -342,6 +348,40 @@ def test_four_sizes_of_a_fused_linear_are_slices_of_its_two_members() -> None:
     assert found["qkv_proj"] == [("x.q_proj", 0, 8), ("x.k_proj", 8, 10), ("x.v_proj", 10, 12)]
 
 
+def test_vllms_cpu_build_takes_no_float32(source: Path) -> None:
+    with pytest.raises(
+        UserError, match="CPU build computes gated delta nets in bfloat16 alone; the run is in torch.fl"
+    ):
+        VLLMEngine().launch(EngineSpec(source, torch.float32, torch.device("cpu"), 0, (), 96))
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_prefixes_are_cached_unless_the_model_has_delta_nets_or_a_user_decides(asked: bool | None) -> None:
+    engine = VLLMEngine(prefix_caching=asked)
+    found = [engine._caches_prefixes(family_of(name)) for name in ("qwen3", "qwen3_5_text")]
+    assert found == ([True, False] if asked is None else [asked, asked])
+
+
+@pytest.mark.vllm
+def test_vllm_samples_in_bfloat16_as_the_trainer_computes_or_says_what_it_lacks(tmp_path: Path) -> None:
+    """Of heads that its CPU build has; its class imports torchvision, which PyTorch's CPU wheels have."""
+    sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
+    source = write_checkpoint("qwen3.5", tmp_path / "qwen3.5", sizes)
+    config = PolicyConfig(path=str(source), dtype="bfloat16", quantization="none", lora=LoraConfig(rank=8, alpha=16.0))
+    policy, engine = changed(Policy(source, config, torch.device("cpu"), seed=1).eval()), VLLMEngine(kv_cache_gib=0.25)
+    spec = replace(spec_of(policy), dtype=torch.bfloat16)
+    if importlib.util.find_spec("torchvision") is None:
+        with pytest.raises(UserError, match="class of the model must be importable; it lacks torchvision: install"):
+            engine.launch(spec)
+        return
+    engine.launch(spec)
+    engine.sync(policy.weights(0))
+    tokens, lengths, mask, said = pad_completions(PROMPTS, completions_of(engine), 0)
+    engine.close()
+    found = policy.token_logprobs(tokens, lengths, mask, 1.0)[0]
+    assert (found - said)[mask].abs().mean() < 0.05
+
+
 def published(layers: int, hidden: int, inner: int, heads: int, kv: int, value_heads: int) -> Shape:
     """A dense model of the published ones."""
     config = Qwen3_5TextConfig(
@@ -388,6 +428,21 @@ def test_weights_and_adapters_are_counted_as_the_model_has_them(source: Path) ->
     narrow = sum(size for name, size in linears.items() if name.endswith(("in_proj_a.weight", "in_proj_b.weight")))
     four_bits = (shape.linear_weights - narrow) * 4.5 / 8
     assert shape.base_bytes("nvfp4", torch.bfloat16) == four_bits + 2 * (narrow + shape.embedding_weights)
+
+
+@pytest.mark.parametrize("mode", [True, "selective", False])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_an_update_needs_what_is_estimated(tmp_path: Path, mode: Any, sequences: int) -> None:
+    kinds, sizes = ["linear_attention", "linear_attention", "full_attention"], {"linear_num_value_heads": 8}
+    source = write_checkpoint("qwen3.5", tmp_path / "net", sizes | {"num_hidden_layers": 3, "layer_types": kinds})
+    policy = policy_of(source, quantization="none", gradient_checkpointing=mode).train()
+    length = 256
+    ids = torch.arange(sequences * length).view(sequences, length) % 400 + 20
+    mask = torch.arange(length).expand(sequences, length) > 0
+    with LiveBytes() as live:
+        policy.token_logprobs(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
+    batch = MicroBatch(length * sequences, sequences, torch.float32, mode, rank=8)
+    assert activation_bytes(Shape.of(policy.base.config), batch) / live.peak == pytest.approx(1, abs=0.15)
 
 
 def test_a_dry_run_says_how_many_states_a_cache_holds(
@@ -447,10 +502,9 @@ def test_a_random_checkpoint_learns_to_write_vowels(source: Path, tmp_path: Path
 @pytest.mark.usefixtures("process_state")
 def test_a_checkpoint_taught_the_toy_task_learns_it(tmp_path: Path) -> None:
     folder = write_checkpoint("qwen3.5", tmp_path / "taught")
-    tokenizer = build_tokenizer()
-    config = Qwen3_5TextConfig(**read_config(folder) | {"num_hidden_layers": 3, "max_position_embeddings": 512})
-    config.layer_types = ["linear_attention", "full_attention", "linear_attention"]
-    config.initializer_range, config.tie_word_embeddings = 0.06, True
+    tokenizer, kinds = build_tokenizer(), ["linear_attention", "full_attention", "linear_attention"]
+    changes = {"num_hidden_layers": 3, "layer_types": kinds, "initializer_range": 0.06, "tie_word_embeddings": True}
+    config = Qwen3_5TextConfig(**read_config(folder) | changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

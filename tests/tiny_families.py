@@ -211,11 +211,11 @@ def write_published(source: Path, folder: Path) -> Path:
     return folder
 
 
-def write_checkpoint(name: str, folder: Path) -> Path:
-    """Write the checkpoint of one of MODELS, in float32, with the toy policy's tokenizer."""
+def write_checkpoint(name: str, folder: Path, sizes: dict[str, Any] | None = None) -> Path:
+    """Write the checkpoint of one of CONFIGS, in float32, with the toy policy's tokenizer; `sizes` are other ones."""
     tokenizer = build_tokenizer()
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config = CONFIGS[name](**(SIZES | special | OPTIONS[name]))
+    config = CONFIGS[name](**(SIZES | special | OPTIONS[name] | (sizes or {})))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -72,7 +72,9 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         return size * (shape.layers * (shape.hidden + products) + mixers) * tokens
     if batch.checkpointing is True:
         return shape.layers * size * shape.hidden * tokens
-    return shape.layers * (size * shape.hidden * tokens + _recomputed(shape, batch))
+    attention, delta = (_recomputed(shape, batch, mixer(shape, batch)) for mixer in (_attention, _delta_net))
+    layers = (shape.layers - shape.delta_layers) * attention + shape.delta_layers * delta
+    return shape.layers * size * shape.hidden * tokens + layers
 
 
 def _tiles(shape: Shape, batch: MicroBatch) -> bool:
@@ -80,12 +82,11 @@ def _tiles(shape: Shape, batch: MicroBatch) -> bool:
     return batch.mlp_tile_tokens is not None and batch.tokens > batch.mlp_tile_tokens and not shape.experts
 
 
-def _recomputed(shape: Shape, batch: MicroBatch) -> int:
+def _recomputed(shape: Shape, batch: MicroBatch, mixer: int) -> int:
     """What a layer saves besides its input: both norms' results and the second's input, queries, keys, values, the
     result of attention, gate, up and their product, the low-rank products of the adapter, and inputs of norms of
-    outputs."""
+    outputs; `mixer` is of attention, or of a gated delta net, by token."""
     size = batch.dtype.itemsize
-    mixer = max(_attention(shape, batch), _delta_net(shape, batch))
     token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + 7 * batch.rank) + mixer + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
     token += 0 if _tiles(shape, batch) else 3 * size * shape.inner
@@ -158,7 +159,8 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     The parts are the MLP's and attention's backward pass in the last layer, and logits and losses.
     """
     size, tokens, inner, hidden = batch.dtype.itemsize, batch.tokens, shape.inner, shape.hidden
-    recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
+    mixer = max(_attention(shape, batch), _delta_net(shape, batch))
+    recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch, mixer)
     largest = max(rows * columns for rows, columns in shape.linears.values())
     # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
     # in float32. Tiles add up the gradients of all three of the MLP's weights.

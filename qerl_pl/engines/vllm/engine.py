@@ -180,6 +180,11 @@ class VLLMEngine(RolloutEngine):
         backend = served.vllm_linear_backend(self.linear_backend)
         config = load_config(spec.base)
         weight_map.check_fixed(config, family_of(config.model_type))
+        if spec.device.type == "cpu" and spec.dtype != torch.bfloat16 and family_of(config.model_type).delta_net:
+            raise UserError(
+                f"vLLM's CPU build computes gated delta nets in bfloat16 alone; the run is in {spec.dtype}: set "
+                "model.policy.dtype to bfloat16, or use TransformersEngine"
+            )
         linears = linear_shapes(config)
         check_targets(spec, linears)
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
