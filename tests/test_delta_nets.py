@@ -442,7 +442,10 @@ def test_an_update_needs_what_is_estimated(tmp_path: Path, mode: Any, sequences:
     with LiveBytes() as live:
         policy.token_logprobs(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
     batch = MicroBatch(length * sequences, sequences, torch.float32, mode, rank=8)
-    assert activation_bytes(Shape.of(policy.base.config), batch) / live.peak == pytest.approx(1, abs=0.15)
+    estimate = activation_bytes(Shape.of(policy.base.config), batch)
+    # As in test_memory_plan.py: on a CPU silu(gate) and what plain norms multiply are saved besides.
+    more = (3 if mode is False else 1) * 4 * (192 + 8 * 128) * length * sequences
+    assert estimate * 0.9 < live.peak < (estimate + more) * 1.15
 
 
 def test_a_dry_run_says_how_many_states_a_cache_holds(
@@ -493,7 +496,7 @@ def learned(base: Path, run: Path, rewards: list[dict[str, Any]], changes: dict[
 @pytest.mark.usefixtures("process_state")
 def test_a_random_checkpoint_learns_to_write_vowels(source: Path, tmp_path: Path) -> None:
     vowels = [{"class_path": "fit_helpers.Vowels"}]
-    sizes = {"rollouts": 16, "prompts": 8, "tokens": 6, "lr": 0.03}
+    sizes = {"rollouts": 14, "prompts": 4, "tokens": 6, "lr": 0.03}
     rewards = learned(source, tmp_path / "run", vowels, sizes)
     assert sum(rewards[-3:]) > 1.5 * sum(rewards[:3])
 

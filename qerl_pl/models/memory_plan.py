@@ -183,8 +183,9 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
     attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
     parts = {"MLP": mlp, "attention": attention}
-    if shape.delta is not None:
-        parts["delta net"] = tokens * (2 * size * hidden + _delta_net(shape, batch) * 5 // 4) + weight  # a guess
+    if shape.delta is not None:  # of its gradients a quarter is alive at a time, as tensors counted on a CPU show
+        held = _delta_net(shape, batch) * (1 if batch.checkpointing is False else 5) // 4
+        parts["delta net"] = tokens * (2 * size * hidden + held) + weight
     # The last norm's input in float32 and its results; the predicting states and their gradients.
     head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
     if batch.full_finetuning:  # the output layer's copy, its gradient in float32, and a chunk's
