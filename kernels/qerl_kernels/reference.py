@@ -271,7 +271,9 @@ def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
     """SiLU of a causal convolution of each channel: x [B, T, channels], weight [channels, width] -> as x."""
     width, length = weight.shape[1], x.shape[1]
     before = torch.nn.functional.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, width - 1, 0))
-    summed = sum(weight[:, tap] * before[:, tap : tap + length] for tap in range(width))
+    summed = weight[:, 0] * before[:, :length]
+    for tap in range(1, width):
+        summed = summed + weight[:, tap] * before[:, tap : tap + length]
     return torch.nn.functional.silu(summed).to(x.dtype)
 
 

@@ -43,6 +43,10 @@ class BaseFormat(Protocol):
     def vllm_options(self) -> Mapping[str, str]:
         """Arguments of `vllm.LLM` that it needs besides the folder."""
 
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Ends of the names of tensors that are read by no one: scales of activations, which stay in 16 bits."""
+
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         """Whether a `quantization_config` of config.json names this format."""
 
@@ -113,7 +117,7 @@ class BaseFormat(Protocol):
     def stack_names(self, stack: str) -> tuple[str, ...]:
         """Checkpoint names of the tensors that store a matrix of all experts, such as "….mlp.experts.down_proj".
 
-        `dense.UnpackedStacks` has it for formats that do not pack such stacks.
+        `dense.UnpackedStacks` has it, and no `dropped`, for formats that do not pack such stacks.
         """
 
     def expert_stack(

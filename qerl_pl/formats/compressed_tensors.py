@@ -59,7 +59,7 @@ class PackedFormat(UnpackedStacks, ABC):
         groups = quantization.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
             return f"config_groups {groups!s:.80}"  # a name of several schemes, say
-        if any(group.get("input_activations") or group.get("output_activations") for group in groups.values()):
+        if any(self._quantizes_activations(group) for group in groups.values()):
             return "quantized activations"
         sparsity, (exact,) = quantization.get("sparsity_config"), self.config["config_groups"].values()
         dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense" and not sparsity.get("targets")
@@ -68,9 +68,16 @@ class PackedFormat(UnpackedStacks, ABC):
             weights = group.get("weights") if isinstance(group.get("weights"), Mapping) else {}
             needed = {key: weights.get(key) or "absent" for key in _NEEDED}
             asked = {key: value for key, value in weights.items() if (key, value) not in _CALIBRATION}
-            found.append(extra_setting(group, {"format": self.compression.value}, ("targets", "weights")))
+            free = ("targets", "weights", "input_activations")
+            found.append(extra_setting(group, {"format": self.compression.value}, free))
             found.append(extra_setting(asked | needed, exact["weights"], _FREE_OF_WEIGHTS))
         return next(filter(None, found), None)
+
+    def _quantizes_activations(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group asks for activations that are not computed in 16 bits, unless their scales are dropped."""
+        inputs = group.get("input_activations")
+        rounded = isinstance(inputs, Mapping) and inputs.get("num_bits") == 4 and bool(self.dropped)
+        return bool(group.get("output_activations") or (inputs and not rounded))
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return tuple(f"{linear}.{suffix}" for suffix in self.suffixes)
@@ -89,7 +96,7 @@ class PackedFormat(UnpackedStacks, ABC):
                         f"{self.compression.value} has a scale for every {block} weights of a row; {linear} has "
                         f"{dense} weights and {scales} scales: quantize the 16-bit model"
                     )
-            elif suffix not in self.suffixes:
+            elif suffix not in (*self.suffixes, *self.dropped):
                 shapes[name] = shape
         return shapes
 
@@ -142,7 +149,7 @@ class PackedFormat(UnpackedStacks, ABC):
             if suffix == self.suffixes[0]:
                 names.append(f"{linear}.weight")
                 groups.append(self.tensor_names(linear))
-            elif suffix not in self.suffixes:
+            elif suffix not in (*self.suffixes, *self.dropped):
                 names.append(name)
                 groups.append((name,))
         for name, group, stored in zip(names, groups, tensors.read_groups(groups), strict=True):

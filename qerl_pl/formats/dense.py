@@ -34,6 +34,9 @@ def _is_empty(value: Any) -> bool:
 class UnpackedStacks:
     """Of formats that store no experts in stacks, or store them under their own name: all but one."""
 
+    dropped: tuple[str, ...] = ()
+    """See `BaseFormat.dropped`."""
+
     def stack_names(self, stack: str) -> tuple[str, ...]:
         return (stack,)
 

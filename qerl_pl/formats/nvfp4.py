@@ -5,6 +5,7 @@ A linear X is stored as `X.weight_packed` uint8 [N, K/2], `X.weight_scale` float
 bits.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -25,6 +26,8 @@ from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
 from qerl_pl.models.families import fused_group
 from qerl_pl.models.folder import TensorFiles
 
+log = logging.getLogger(__name__)
+
 CONFIG = quantization_config(
     CompressionFormat.nvfp4_pack_quantized, QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn
 )
@@ -38,6 +41,7 @@ class NVFP4Format(PackedFormat):
     compression = CompressionFormat.nvfp4_pack_quantized
     config = CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
+    dropped: tuple[str, ...] = ("input_global_scale",)
 
     def weight(self, stored: Sequence[Tensor]) -> NVFP4Weight:
         return NVFP4Weight(NVFP4Tensor(*stored))
@@ -50,6 +54,8 @@ class NVFP4Format(PackedFormat):
 
     def check(self, tensors: TensorFiles) -> None:
         """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
+        if any(name.endswith(self.dropped) for name in tensors):
+            log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
         names = [name for name in tensors if name.endswith(".weight_global_scale")]
         groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
         held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])

@@ -26,6 +26,8 @@ class PackedDeltaNet(nn.Module):
         net: The transformers module.
     """
 
+    A_log: Tensor
+    dt_bias: Tensor
     conv1d: nn.Module
     norm: nn.Module
     out_proj: nn.Module

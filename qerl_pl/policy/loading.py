@@ -63,7 +63,8 @@ def load_base(
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     loaded = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys() | loaded_experts
     # Old Llama files store inv_freq, which the model computes from its config.
-    others = [name for name in tensors if name not in loaded and not name.endswith(".inv_freq")]
+    skipped = (".inv_freq", *(f".{suffix}" for suffix in base_format.dropped))
+    others = [name for name in tensors if name not in loaded and not name.endswith(skipped)]
     for name, (tensor,) in zip(others, tensors.read_groups([(name,) for name in others]), strict=True):
         state[name] = tensor.to(device, torch.float32 if family.keeps_precision(name) else dtype)
     _check_output_layer(model, state, base_format, folder)
