@@ -445,7 +445,7 @@ def test_an_update_needs_what_is_estimated(tmp_path: Path, mode: Any, sequences:
     estimate = activation_bytes(Shape.of(policy.base.config), batch)
     # As in test_memory_plan.py: on a CPU silu(gate) and what plain norms multiply are saved besides.
     more = (3 if mode is False else 1) * 4 * (192 + 8 * 128) * length * sequences
-    assert estimate * 0.9 < live.peak < (estimate + more) * 1.15
+    assert estimate * 0.9 < live.peak < (estimate + more) * 1.2
 
 
 def test_a_dry_run_says_how_many_states_a_cache_holds(
