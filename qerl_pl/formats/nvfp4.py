@@ -6,7 +6,8 @@ bits.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from compressed_tensors.config import CompressionFormat
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.compressed_tensors import PackedFormat, quantization_config
+from qerl_pl.formats.dense import extra_setting
 from qerl_pl.models.families import fused_group
 from qerl_pl.models.folder import TensorFiles
 
@@ -34,14 +36,35 @@ CONFIG = quantization_config(
 """`quantization_config` of an NVFP4 checkpoint."""
 
 
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+"""What a `quantization_config` of ModelOpt must say; `TensorFiles` reads the names of its tensors as the others'."""
+_FREE = ("config_groups", "ignore", "exclude_modules", "producer")
+
+
 class NVFP4Format(PackedFormat):
-    """4-bit weights with an E4M3 scale for every 16 weights and a global scale."""
+    """4-bit weights with an E4M3 scale for every 16 weights and a global scale, of compressed-tensors or ModelOpt."""
 
     name = "nvfp4"
     compression = CompressionFormat.nvfp4_pack_quantized
     config = CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
     dropped: tuple[str, ...] = ("input_global_scale",)
+
+    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
+        return super().recognises(quantization) or _is_modelopt(quantization or {})
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        if not _is_modelopt(quantization or {}):
+            return super().excess(quantization)
+        assert quantization is not None
+        groups = quantization.get("config_groups") or {}
+        for group in groups.values() if isinstance(groups, Mapping) else [groups]:
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("group_size")) != (4, 16):
+                return f"weights {weights!s:.80}"
+            if self._quantizes_activations(group):
+                return "quantized activations"
+        return extra_setting(quantization, MODELOPT, _FREE)
 
     def weight(self, stored: Sequence[Tensor]) -> NVFP4Weight:
         return NVFP4Weight(NVFP4Tensor(*stored))
@@ -67,6 +90,10 @@ class NVFP4Format(PackedFormat):
                     f"projections that run fused must share one global scale; got {values}; "
                     "quantize the 16-bit weights with `qerl quantize`"
                 )
+
+
+def _is_modelopt(quantization: Mapping[str, Any]) -> bool:
+    return all(quantization.get(key) == MODELOPT[key] for key in ("quant_method", "quant_algo"))
 
 
 class NVFP4Quantizer:
