@@ -37,6 +37,8 @@ from tiny_families import write_checkpoint, write_wrapped_qwen
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
+from benchmarks.random_model import noisy_norms
+from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.vllm import weight_map
@@ -201,6 +203,20 @@ def test_a_model_whose_delta_nets_have_no_packed_path_is_refused(source: Path) -
         use_packed_delta_nets(model, config, replace(family, delta_net=None))
     use_packed_delta_nets(model, config, family)
     assert sum(isinstance(module, PackedDeltaNet) for module in model.modules()) == 1
+
+
+@pytest.mark.parametrize("std", [0.01, 0.03, 0.05])
+def test_noise_reaches_the_decay_in_its_own_size(tmp_path: Path, std: float) -> None:
+    sizes = {"hidden_size": 1024, "linear_num_value_heads": 16, "linear_num_key_heads": 8}
+    policy = policy_of(write_checkpoint("qwen3.5", tmp_path, sizes), quantization="none")
+    net, inputs = policy.base.get_submodule("model.layers.0.linear_attn"), list[Tensor]()
+    net.register_forward_pre_hook(lambda _, args, given: inputs.append(given["hidden_states"][0]), with_kwargs=True)
+    for noise in (None, NormNoise(std, seed=3, version=1)):
+        with noisy_norms(policy, noise):
+            logprobs_of(policy, ROWS)
+    weight, softplus = net.get_parameter("in_proj_a.base_layer.weight"), torch.nn.functional.softplus
+    clean, noisy = (net.A_log.exp() * softplus(x @ weight.T + net.dt_bias) for x in inputs)
+    assert 0.5 * std < ((noisy - clean).abs() / clean).median() < 1.2 * std
 
 
 # Checkpoints ----------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def shape_of(config: PolicyConfig) -> Shape:
         sizes = {"hidden": toy.width, "inner": toy.intermediate, "queries": toy.width, "keys": toy.width}
         return Shape(
             **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
-            dense_attention=False, soft_capped=False, normed_outputs=False,
+            dense_attention=False, soft_capped=False, normed_outputs=False, gated=False, delta=None,
         )  # fmt: skip
     settings = config_in_reach(config.path)
     if not settings:
