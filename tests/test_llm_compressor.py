@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.policy.loading import load_base
 
 WRITTEN = Path(__file__).parent / "llm_compressor"
 FOLDERS = [f"{name}-{method}" for name in ("nvfp4", "mxfp4") for method in ("rtn", "gptq", "awq")]
@@ -75,9 +77,37 @@ def test_methods_round_otherwise() -> None:
         assert not any(torch.equal(packed[i], packed[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
-def test_quantized_activations_are_refused() -> None:
+def test_four_bits_of_activations_stay_16_and_their_scales_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """The weights are what counts: those of compressed-tensors, in trainer and dense copy."""
+    folder = WRITTEN / "nvfp4-activations"
+    tensors, base_format = TensorFiles(folder), format_of(folder)
+    assert any(name.endswith("input_global_scale") for name in tensors)
+    with caplog.at_level(logging.INFO, "qerl_pl.formats.fp4"):
+        base = load_base(folder, torch.float32, torch.device("cpu"))
+    assert [record.getMessage() for record in caplog.records if "16 bits" in record.getMessage()] == [
+        "activations stay in 16 bits: the scales that the base has for 4-bit ones are not used"
+    ]
+    dense = dict(base_format.iterate_dense(tensors, torch.float32))
+    assert dense.keys() == set(base_format.dense_shapes(tensors)) and not any(name.endswith("scale") for name in dense)
+    for linear in ("model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"):
+        scales = (
+            tensors.read(f"{linear}.weight_scale").double() / tensors.read(f"{linear}.weight_global_scale").double()
+        )
+        packed = tensors.read(f"{linear}.weight_packed")
+        exact = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float64)
+        exact = exact * scales.repeat_interleave(16, 1)
+        torch.testing.assert_close(dense[f"{linear}.weight"].double(), exact, rtol=1e-6, atol=0)
+        x = torch.eye(2 * packed.shape[1])
+        torch.testing.assert_close(base.get_submodule(linear)(x).T, dense[f"{linear}.weight"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("inputs", [{"num_bits": 8}, {"num_bits": "4"}, "all", [4], {"type": "float"}])
+def test_other_quantized_activations_are_refused(tmp_path: Path, inputs: object) -> None:
+    config = json.loads((WRITTEN / "nvfp4-activations" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="16-bit activations; .* nvfp4-pack-quantized with quantized activations: quan"):
-        format_of(WRITTEN / "nvfp4-activations")
+        format_of(tmp_path)
 
 
 # qerl quantize --calibration ------------------------------------------------------------------------------------------

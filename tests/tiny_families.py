@@ -19,6 +19,9 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -107,11 +110,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "rope_parameters": YARN,
     },
+    "qwen3.5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
+    },
 }
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
 CONFIGS["qwen2"], OPTIONS["qwen2"] = Qwen2Config, {}  # the toy policy's family, which other tests run
-STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in MODELS}
+CONFIGS["qwen3.5"] = Qwen3_5TextConfig  # test_delta_nets.py runs it: vLLM's CPU build does not in float32
+STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in CONFIGS}
 """The 4-bit format of each in tests: gpt-oss has one alone."""
 EXPERTS = ("qwen3-moe", "gpt-oss")
 """Mixtures of experts, which are frozen."""
@@ -131,6 +143,26 @@ def write_wrapped(text_model: Path, folder: Path) -> Path:
     wrapped = Gemma3ForConditionalGeneration(config)
     wrapped.model.language_model.load_state_dict(inner.model.state_dict())
     wrapped.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_wrapped_qwen(text_model: Path, folder: Path) -> Path:
+    """Write a model of text and images around a Qwen3.5 checkpoint, as published: with layers for speculation."""
+    inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
+    config = Qwen3_5Config(
+        text_config=inner.config.to_dict(), vision_config=vision | {"out_hidden_size": inner.config.hidden_size}
+    )
+    config.tie_word_embeddings = inner.config.tie_word_embeddings
+    wrapped = Qwen3_5ForConditionalGeneration(config)
+    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
+    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
+    wrapped.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    own = {name: tensor for name, tensor in stored.items() if ".layers.1." in name}
+    mtp = {name.replace("model.language_model.layers.1", "mtp.layers.0"): tensor for name, tensor in own.items()}
+    save_file(stored | {name: t.clone() for name, t in mtp.items()}, folder / "model.safetensors", {"format": "pt"})
     build_tokenizer().save_pretrained(folder)
     return folder
 
@@ -179,22 +211,24 @@ def write_published(source: Path, folder: Path) -> Path:
     return folder
 
 
-def write_checkpoint(name: str, folder: Path) -> Path:
-    """Write the checkpoint of one of MODELS, in float32, with the toy policy's tokenizer."""
+def write_checkpoint(name: str, folder: Path, sizes: dict[str, Any] | None = None) -> Path:
+    """Write the checkpoint of one of CONFIGS, in float32, with the toy policy's tokenizer; `sizes` are other ones."""
     tokenizer = build_tokenizer()
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config = CONFIGS[name](**(SIZES | special | OPTIONS[name]))
+    config = CONFIGS[name](**(SIZES | special | OPTIONS[name] | (sizes or {})))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter_name, parameter in model.named_parameters():
-                if "norm" in parameter_name:
+                if "norm" in parameter_name or parameter_name.endswith("dt_bias"):
                     parameter.add_(torch.empty_like(parameter).uniform_(-0.5, 0.5))
                 else:
                     # Gemma multiplies embeddings by 11: larger ones would repeat the last token, whatever layers do.
                     small = "_proj" in parameter_name or name.startswith("gemma")
                     parameter.normal_(std=0.08 if small else 0.15)
+                if parameter_name.endswith(("A_log", "conv1d.weight")):  # states that fade within tens of tokens
+                    parameter.uniform_(-3.0, 0.0) if parameter_name.endswith("A_log") else parameter.mul_(4.0)
                 if parameter_name.endswith("sinks"):  # of the size of scores, and as published ones in bfloat16
                     parameter.mul_(10.0).copy_(parameter.bfloat16())
                 elif name == "gpt-oss" and parameter_name.endswith(

@@ -216,3 +216,105 @@ def _decode(packed: Tensor) -> Tensor:
 def _scaled(values: Tensor, unit: Tensor) -> Tensor:
     """values [N, K] times a unit per block, [N, K/block]."""
     return (values.unflatten(1, (unit.shape[1], -1)) * unit.unsqueeze(-1)).flatten(1)
+
+
+DELTA_CHUNK = 64
+"""Tokens that the gated delta rule computes at once."""
+
+
+def gated_delta_rule(
+    mixed: Tensor,
+    weight: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    key_heads: int,
+    key_size: int,
+    boundaries: Tensor,
+    longest: int,
+) -> Tensor:
+    """A gated delta net's convolution and recurrence (arXiv 2412.06464) of packed sequences, each by itself.
+
+    Queries, keys and values are SiLU of a causal convolution of each channel; queries and keys have the length 1. With
+    k_t, v_t, beta_t and log decay g_t of a token, each head's state S [key size, value size], at first 0, becomes
+    exp(g_t) S, then S + beta_t k_t (v_t - S^T k_t)^T; the result is S^T q_t / sqrt(key size). Several value heads share
+    a key head. The sequences are padded at their end, where nothing reaches them.
+
+    Args:
+        mixed: Queries, keys and values before the convolution, [S, channels].
+        weight: Of the convolution, [channels, width].
+        log_decay: float32 [S, value heads], at most 0.
+        beta: [S, value heads].
+        key_heads: Heads of the queries, and of the keys.
+        key_size: Their elements.
+        boundaries: Cumulative lengths of the B sequences, int32 [B + 1].
+        longest: Tokens of the longest.
+
+    Returns:
+        [S, value heads, value size] in the dtype of `mixed`; the state and its products are float32.
+    """
+    real = torch.arange(longest, device=mixed.device) < boundaries.diff()[:, None]
+    shape, heads = real.shape, log_decay.shape[1]
+    padded = mixed.new_zeros(*shape, mixed.shape[1]).index_put((real,), mixed)
+    convolved = causal_convolution(padded, weight)
+    keys = key_heads * key_size
+    q, k, v = convolved.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
+    precise = torch.promote_types(mixed.dtype, torch.float32)
+    q, k = (_unit_length(x.unflatten(-1, (key_heads, key_size)).to(precise)) for x in (q, k))
+    q, k = (x.repeat_interleave(heads // key_heads, dim=2) for x in (q * key_size**-0.5, k))
+    g, b = (x.new_zeros(*shape, heads, dtype=precise).index_put((real,), x.to(precise)) for x in (log_decay, beta))
+    out = delta_rule_by_chunks(q, k, v.unflatten(-1, (heads, -1)).to(precise), g, b)
+    return out[real].to(mixed.dtype)
+
+
+def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
+    """SiLU of a causal convolution of each channel: x [B, T, channels], weight [channels, width] -> as x."""
+    width, length = weight.shape[1], x.shape[1]
+    before = torch.nn.functional.pad(x.to(torch.promote_types(x.dtype, torch.float32)), (0, 0, width - 1, 0))
+    summed = weight[:, 0] * before[:, :length]
+    for tap in range(1, width):
+        summed = summed + weight[:, tap] * before[:, tap : tap + length]
+    return torch.nn.functional.silu(summed).to(x.dtype)
+
+
+def _unit_length(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_rule_by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:
+    """The recurrence of `gated_delta_rule`, `DELTA_CHUNK` tokens at a time.
+
+    With G the sums of g in a chunk, u = beta (v - S^T k) of its tokens solves a triangular system: u_t + sum over s < t
+    of beta_t exp(G_t - G_s) (k_t . k_s) u_s = beta_t (v_t - exp(G_t) S^T k_t), S being the state before the chunk.
+
+    Args:
+        q: [B, T, heads, key size]; float32, as are the others.
+        k: As q.
+        v: [B, T, heads, value size].
+        g: Log decays [B, T, heads].
+        b: Betas [B, T, heads].
+
+    Returns:
+        As v.
+    """
+    length, size = v.shape[1], DELTA_CHUNK
+    padding = -length % size
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) for x in (q, k, v))
+    g, b = (torch.nn.functional.pad(x, (0, 0, 0, padding)) for x in (g, b))
+    # [B, heads, chunks, tokens of a chunk, ...]
+    q, k, v, g, b = (x.transpose(1, 2).unflatten(2, (-1, size)) for x in (q, k, v, g, b))
+    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    total = (g.unsqueeze(-2) * causal).sum(-1)  # cumsum has no deterministic gradient on a GPU
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~causal, -torch.inf).exp()
+    system = b.unsqueeze(-1) * decay * (k @ k.transpose(-1, -2))
+    weights = decay * (q @ k.transpose(-1, -2))
+    since = total.exp().unsqueeze(-1)
+    until = (total[..., -1:] - total).exp().unsqueeze(-1)
+    state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    results = []
+    for n in range(q.shape[2]):
+        keys, start = k[:, :, n], since[:, :, n]
+        update = b[:, :, n].unsqueeze(-1) * (v[:, :, n] - start * (keys @ state))
+        update = torch.linalg.solve_triangular(system[:, :, n], update, upper=False, unitriangular=True)
+        results.append(start * (q[:, :, n] @ state) + weights[:, :, n] @ update)
+        state = start[:, :, -1:] * state + (until[:, :, n] * keys).transpose(-1, -2) @ update
+    return torch.stack(results, dim=2).flatten(2, 3).transpose(1, 2)[:, :length]

@@ -59,6 +59,11 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
         saved = {_name(each): run_memory(replace(plan, batch=_saved_by(plan.batch, each))) for each in candidates}
         needs = "; ".join(f"{name} {sum(one.update.values()) / GIB:.2f}" for name, one in saved.items())
         rows += ["auto takes the first that fits; the update needs in GiB:", f"  {needs}"]
+    if plan.engine and (state := plan.shape.state_bytes(plan.batch.dtype)):
+        held = int(plan.kv_cache_gib * GIB // state)
+        rows.append(
+            f"a sequence has {state / 2**20:.1f} MiB of states: the engine's cache holds at most {held} at once"
+        )
     if torch.cuda.is_available():
         sizes: Sequence[float] = (torch.cuda.mem_get_info()[1] / GIB,)
     else:
@@ -105,7 +110,7 @@ def shape_of(config: PolicyConfig) -> Shape:
         sizes = {"hidden": toy.width, "intermediate_size": toy.intermediate, "q_dim": toy.width, "kv_dim": toy.width}
         return Shape(
             **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
-            dense_attention=False, soft_capped=False, normed_outputs=False,
+            dense_attention=False, soft_capped=False, normed_outputs=False, gated=False, delta=None,
         )  # fmt: skip
     settings = config_in_reach(config.path)
     if not settings:

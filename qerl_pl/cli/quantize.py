@@ -24,9 +24,9 @@ def quantize(
 ) -> None:
     """Quantize a 16-bit checkpoint to 4 bits.
 
-    Without --calibration, every `*_proj.weight` of the decoder layers is rounded to nearest, and
-    `quantization_report.json` in DST holds their relative squared errors: the sum of (quantized - weight)**2 over the
-    sum of weight**2. With it, llm-compressor quantizes every linear but lm_head.
+    Without --calibration, every `*_proj.weight` of the decoder layers is rounded to nearest, and a gated delta net's
+    `in_proj_qkv` and `in_proj_z`; `quantization_report.json` in DST holds their relative squared errors: the sum of
+    (quantized - weight)**2 over the sum of weight**2. With it, llm-compressor quantizes every linear but lm_head.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.

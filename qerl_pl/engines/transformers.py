@@ -307,7 +307,7 @@ class _Batch:
     """Experts of the tokens of the last forward pass, int16 [its B, its T, layers, k]; None if not recorded."""
 
     def select(self, rows: Tensor) -> None:
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)  # type: ignore[arg-type]  # layers with states have no batch_select_indices
         self.mask = None if self.mask is None else self.mask[rows]
         self.position, self.logits = self.position[rows], self.logits[rows]
 

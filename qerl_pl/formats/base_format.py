@@ -34,6 +34,8 @@ class BaseFormat(ABC):
     """`quantization_config` of its checkpoints; of a user's class without one, `quant_method` with the class's name."""
     suffixes: tuple[str, ...] = ("weight_codes", "weight_scale")
     """What follows a linear's name in the names of its tensors: of codes, scales and, if there is one, global scale."""
+    dropped: tuple[str, ...] = ()
+    """Ends of the names of tensors that are read by no one: scales of activations, which stay in 16 bits."""
     block = 1
     """Weights along the input dimension that share a scale."""
     remedy = "set model.policy.quantization to none"
@@ -74,7 +76,7 @@ class BaseFormat(ABC):
             linear, _, suffix = name.rpartition(".")
             if suffix == self.suffixes[0]:
                 shapes[f"{linear}.weight"] = self.dense_shape(linear, stored)
-            elif suffix not in self.suffixes:
+            elif suffix not in (*self.suffixes, *self.dropped):
                 shapes[name] = shape
         return shapes
 
@@ -158,7 +160,7 @@ class BaseFormat(ABC):
             if suffix == self.suffixes[0]:
                 names.append(f"{linear}.weight")
                 groups.append(self.tensor_names(linear))
-            elif suffix not in self.suffixes:
+            elif suffix not in (*self.suffixes, *self.dropped):
                 names.append(name)
                 groups.append((name,))
         for name, group, stored in zip(names, groups, tensors.read_groups(groups), strict=True):

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
-from qerl_pl.models.families import check_expert_names, needs_eager_attention
+from qerl_pl.models.families import check_expert_names, find_family, needs_eager_attention, text_config
 from qerl_pl.models.folder import (
     ShardWriter,
     TensorFiles,
@@ -29,15 +29,16 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def validate_checkpoint(folder: Path) -> PreTrainedModel:
-    """Load a checkpoint's shapes into its model on the meta device; no weight is read.
+    """Load a checkpoint's shapes into its text model on the meta device; no weight is read.
 
     Raises:
         UserError: config.json is of no causal language model, the weights do not fit it, experts are stored in stacks,
             the tokenizer is missing or larger than the vocabulary, or an end token is no token id.
     """
     base_format, tensors = format_of(folder), TensorFiles(folder)
+    inner = text_config(read_config(folder), folder)
     with _transformers_errors(folder, "config.json"):
-        config = load_config(folder)
+        config = load_config(folder) if inner is None else AutoConfig.for_model(**inner)
     model_class = _causal_lm_class(folder, config)
     shapes = base_format.dense_shapes(tensors)
     check_expert_names(config.to_dict(), shapes, folder)
@@ -117,13 +118,26 @@ def _check_tokenizer(folder: Path, vocabulary: int) -> None:
         )
 
 
-def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """State dict of a base model in any base format, dequantized, floating-point tensors as `dtype`.
+def iterate_dense(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a base model in any base format, dequantized, floating-point tensors as `dtype`.
+
+    What its family keeps the precision of (`Family.keeps_precision`) is as stored.
 
     Raises:
         UserError: There is no such folder, it has no weights, or another quantized format.
     """
-    return dict(format_of(folder).iterate_dense(TensorFiles(folder), dtype))
+    tensors, family = TensorFiles(folder), find_family(read_config(folder).get("model_type"))
+    for name, tensor in format_of(folder).iterate_dense(tensors, dtype):
+        yield name, tensors.read(name) if family is not None and family.keeps_precision(name) else tensor
+
+
+def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """State dict of `iterate_dense`.
+
+    Raises:
+        UserError: As `iterate_dense`.
+    """
+    return dict(iterate_dense(folder, dtype))
 
 
 def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -133,14 +147,18 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
         UserError: As `load_dense_state`, or the architecture is no causal language model of transformers.
     """
     format_of(folder)  # first: it names what is wrong with a folder of no model
-    config = load_config(folder)
+    config, state = load_config(folder), load_dense_state(folder, dtype)
     model: PreTrainedModel = _causal_lm_class(folder, config).from_pretrained(
         None,
         config=config,
-        state_dict=load_dense_state(folder, dtype),
+        state_dict=state,
         dtype=dtype,
         attn_implementation="eager" if needs_eager_attention(config) else "sdpa",
     )
+    family = find_family(config.model_type)
+    for name, parameter in model.named_parameters():  # transformers has cast all
+        if family is not None and family.keeps_precision(name):
+            parameter.data = state[name].float()
     return model.eval().requires_grad_(False)
 
 
@@ -168,10 +186,11 @@ def fill_dense_folder(
         dtype: Data type of the copy.
         change: Maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
     """
-    tensors = format_of(src).iterate_dense(TensorFiles(src), torch.float32 if change else dtype)
+    family = find_family(read_config(src).get("model_type"))
     writer = ShardWriter(folder)
-    for name, tensor in tensors:
-        writer.add(name, change(name, tensor).to(dtype) if change else tensor)
+    for name, tensor in iterate_dense(src, torch.float32 if change else dtype):
+        keeps = family is not None and family.keeps_precision(name)
+        writer.add(name, change(name, tensor).to(dtype) if change and not keeps else tensor)
     writer.finish()
     config = read_config(src)
     config.pop("quantization_config", None)

@@ -9,6 +9,7 @@ uint8 [E, N, K/32, 16] and `X_scales` uint8 [E, N, K/32], the same codes and sca
 quantization such a matrix is X [E, K, N].
 """
 
+import logging
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -44,6 +45,8 @@ from qerl_pl.formats.base_format import BaseFormat, DenseFormat, Place, extra_se
 from qerl_pl.models.families import fused_group
 from qerl_pl.models.folder import TensorFiles, in_dtype
 
+log = logging.getLogger(__name__)
+
 _FREE = ("config_groups", "ignore", "quantization_status", "global_compression_ratio", "version")
 """Settings that say which weights are quantized, which the files show, and who wrote them."""
 _NEEDED = ("num_bits", "type", "strategy", "group_size")
@@ -67,7 +70,7 @@ class PackedFormat(BaseFormat):
         groups = quantization.get("config_groups") or {}
         if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
             return f"config_groups {groups!s:.80}"  # a name of several schemes, say
-        if any(group.get("input_activations") or group.get("output_activations") for group in groups.values()):
+        if any(self._quantizes_activations(group) for group in groups.values()):
             return "quantized activations"
         sparsity, (exact,) = quantization.get("sparsity_config"), self.config["config_groups"].values()
         dense = isinstance(sparsity, Mapping) and sparsity.get("format") == "dense" and not sparsity.get("targets")
@@ -76,9 +79,16 @@ class PackedFormat(BaseFormat):
             weights = group.get("weights") if isinstance(group.get("weights"), Mapping) else {}
             needed = {key: weights.get(key) or "absent" for key in _NEEDED}
             asked = {key: value for key, value in weights.items() if (key, value) not in _CALIBRATION}
-            found.append(extra_setting(group, {"format": self.compression.value}, ("targets", "weights")))
+            free = ("targets", "weights", "input_activations")
+            found.append(extra_setting(group, {"format": self.compression.value}, free))
             found.append(extra_setting(asked | needed, exact["weights"], _FREE_OF_WEIGHTS))
         return next(filter(None, found), None)
+
+    def _quantizes_activations(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group asks for activations that are not computed in 16 bits, unless their scales are dropped."""
+        inputs = group.get("input_activations")
+        rounded = isinstance(inputs, Mapping) and inputs.get("num_bits") == 4 and bool(self.dropped)
+        return bool(group.get("output_activations") or (inputs and not rounded))
 
     def dense_shape(self, linear: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         *rows, half = stored[f"{linear}.{self.suffixes[0]}"]
@@ -153,16 +163,39 @@ NVFP4_CONFIG = quantization_config(
     CompressionFormat.nvfp4_pack_quantized, QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn
 )
 """`quantization_config` of an NVFP4 checkpoint."""
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+"""What a `quantization_config` of ModelOpt must say; `TensorFiles` reads the names of its tensors as the others'."""
+_FREE_OF_MODELOPT = ("config_groups", "ignore", "exclude_modules", "producer")
+
+
+def _is_modelopt(quantization: Mapping[str, Any]) -> bool:
+    return all(quantization.get(key) == MODELOPT[key] for key in ("quant_method", "quant_algo"))
 
 
 class NVFP4Format(PackedFormat):
-    """4-bit weights with an E4M3 scale for every 16 weights and a global scale."""
+    """4-bit weights with an E4M3 scale for every 16 weights and a global scale, of compressed-tensors or ModelOpt."""
 
     name = "nvfp4"
     compression = CompressionFormat.nvfp4_pack_quantized
     config = NVFP4_CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
+    dropped = ("input_global_scale",)
     block = 16
+
+    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
+        return super().recognises(quantization) or _is_modelopt(quantization or {})
+
+    def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
+        if quantization is None or not _is_modelopt(quantization):
+            return super().excess(quantization)
+        groups = quantization.get("config_groups") or {}
+        for group in groups.values() if isinstance(groups, Mapping) else [groups]:
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("group_size")) != (4, 16):
+                return f"weights {weights!s:.80}"
+            if self._quantizes_activations(group):
+                return "quantized activations"
+        return extra_setting(quantization, MODELOPT, _FREE_OF_MODELOPT)
 
     def weight(self, stored: Sequence[Tensor]) -> NVFP4Weight:
         return NVFP4Weight(NVFP4Tensor(*stored))
@@ -175,6 +208,8 @@ class NVFP4Format(PackedFormat):
 
     def check(self, tensors: TensorFiles) -> None:
         """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
+        if any(name.endswith(self.dropped) for name in tensors):
+            log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
         names = [name for name in tensors if name.endswith(".weight_global_scale")]
         groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
         held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])

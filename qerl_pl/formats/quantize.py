@@ -31,6 +31,7 @@ from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.loftq import LOFTQ, LoftQAdapter
 from qerl_pl.models.families import (
     check_family,
+    family_of,
     fused_group,
     has_experts,
     stores_stacks,
@@ -49,8 +50,6 @@ from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, fold
 
 log = logging.getLogger(__name__)
 
-TEXT_MODEL = "language_model."
-"""Prefix of the text model's tensors in a model of text and images."""
 CHUNK = 1 << 20
 """Weights that a CPU thread rounds at a time."""
 Device = Literal["auto", "cpu", "cuda"]
@@ -65,9 +64,10 @@ def quantize_checkpoint(
 ) -> None:
     """Quantize a 16-bit checkpoint to 4 bits, and report the error of each matrix.
 
-    Every `*_proj.weight` of the decoder layers is quantized without data; of gpt-oss the experts, to MXFP4 as it is
-    published. `quantization_report.json` in DST holds their relative squared errors: the sum of (quantized - weight)**2
-    over the sum of weight**2. Of a model of text and images DST is the text model alone.
+    Every `*_proj.weight` of the decoder layers is quantized without data, and a gated delta net's `in_proj_qkv` and
+    `in_proj_z`; of gpt-oss the experts, to MXFP4 as it is published. `quantization_report.json` in DST holds their
+    relative squared errors: the sum of (quantized - weight)**2 over the sum of weight**2. Of a model of text and images
+    DST is the text model alone.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
@@ -87,18 +87,19 @@ def quantize_checkpoint(
     adapter = None if loftq_rank is None else LoftQAdapter(loftq_rank, dst)
     quantizer, torch_device = named_format(format, "--format"), _device(device)
     config, tensors = _source(src, dst)
-    matrices = "*_proj.weight"
+    family, needed = family_of(config["model_type"]), "*_proj.weight"
+    quantized = {name for name in tensors if family.is_four_bits(name)}
     if stores_stacks(config):
-        quantizer, matrices = _of_stacks(quantizer, src), "*.experts.*_proj"
+        quantizer, needed = _of_stacks(quantizer, src), "*.experts.*_proj"
+        quantized = {name for name in tensors if re.search(rf"\.layers\.\d+\.{fnmatch.translate(needed)}", name)}
     if has_experts(config) and not quantizer.stores_experts:
         raise UserError(
             f"{quantizer.name.upper()} holds no mixture of experts, which transformers and vLLM read in other layouts; "
             f"{src} has one; {quantizer.remedy}"
         )
     with atomic_directory(dst) as folder:
-        quantized = {name for name in tensors if re.search(rf"\.layers\.\d+\.{fnmatch.translate(matrices)}", name)}
         if not quantized:
-            raise UserError(f"quantizing needs weights named model.layers.N.{matrices}; {src} has none")
+            raise UserError(f"quantizing needs weights named model.layers.N.{needed}; {src} has none")
         writer = ShardWriter(folder)
         errors = _quantize(tensors, quantized, quantizer, torch_device, writer, adapter)
         for name in tensors:
@@ -129,7 +130,11 @@ def _source(src: Path, dst: Path) -> tuple[dict[str, Any], TensorFiles]:
         )
     require_absent(dst)
     validate_checkpoint(src)
-    return (config, TensorFiles(src)) if inner is None else (inner, TensorFiles(src, TEXT_MODEL))
+    tensors = TensorFiles(src)
+    if tensors.skipped:
+        parts = sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors.skipped})
+        log.info("left out %d tensors that are no part of the text model: %s", len(tensors.skipped), ", ".join(parts))
+    return config if inner is None else inner, tensors
 
 
 def _of_stacks(quantizer: BaseFormat, source: Path) -> BaseFormat:
@@ -153,8 +158,9 @@ def _device(name: Device) -> torch.device:
 
 def _quantization_config(quantizer: BaseFormat, config: dict[str, Any]) -> dict[str, Any]:
     """That of the format; where it lists linears that stay in 16 bits, with those of the model's family."""
-    document = dict(quantizer.config)
-    return document | {"ignore": [*document["ignore"], *unquantized(config)]} if "ignore" in document else document
+    document, family = dict(quantizer.config), family_of(config["model_type"])
+    added = {"ignore": unquantized(config), "llm_int8_skip_modules": family.dense_linears}
+    return document | {key: [*document[key], *names] for key, names in added.items() if key in document and names}
 
 
 def _start_worker(device: torch.device) -> None:

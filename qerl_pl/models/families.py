@@ -6,7 +6,7 @@ family by its fields and names none.
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from qerl_pl.errors import UserError
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """Stacks of a mixture's experts, in transformers' names and order."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+"""Linears of a gated delta net: of queries, keys and values, of the gate, of beta, of the decay, and of the result."""
+FUSED = (PROJECTIONS[:3], PROJECTIONS[4:6], DELTA_NET[:2])
 """Projections that engines run as one matrix; in NVFP4 they share one global scale."""
 
 
@@ -66,8 +68,8 @@ class Family:
     classes: str
     """Prefix of transformers' classes: "Qwen3" for Qwen3Attention, Qwen3MLP and Qwen3RMSNorm."""
     projections: tuple[str, ...] = PROJECTIONS
-    """Linears of a layer in the order of its forward pass: q, k, v (or all in one), o, gate, up (or both in one), down.
-    LoRA adapts them by default."""
+    """Linears of a layer in the order of its forward pass: q, k, v (or all in one), o, gate, up (or both in one), down;
+    then those of a gated delta net. LoRA adapts them by default."""
     noisy_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     """Norms of a layer before q, k, v and before gate, up: AQN perturbs them, and `train_norms` trains them. The final
     norm and norms of queries, keys and outputs feed no quantized linear."""
@@ -93,12 +95,19 @@ class Family:
     value. Frozen."""
     half_angles: bool = False
     """Whether transformers' rotary embedding has an angle for each pair of channels, not one for each channel."""
+    gated_attention: bool = False
+    """Whether q has for each head its query, then a gate, whose sigmoid multiplies what the head has attended to."""
+    delta_net: str | None = None
+    """Name of a layer's gated delta net, if any, which some layers have in place of attention: a class of transformers
+    that ends in GatedDeltaNet, with the linears `DELTA_NET`."""
     logit_cap: str | None = None
     """Key of config.json with the soft cap of the logits, if any."""
     dropouts: tuple[str, ...] = ("attention_dropout",)
     """Keys of config.json for pretraining's dropout, which is off in the policy."""
     unsupported: tuple[str, ...] = ()
     """Keys of config.json that must be null or false: the policy does not compute what they turn on."""
+    assumed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    """Keys of config.json with the values that the policy computes, where they are given."""
     experts: Experts | None = None
     """Of a mixture of experts. Its linears are not among `projections`; LoRA adapts its stacks on request."""
     attention_in_vllm: str = "self_attn"
@@ -109,9 +118,26 @@ class Family:
     """Keys of a transformers config that vLLM's model does not read, with the values that it assumes."""
 
     @property
+    def dense_linears(self) -> tuple[str, ...]:
+        """Linears of a gated delta net that a 4-bit checkpoint stores in 16 bits, as they have few rows."""
+        return () if self.delta_net is None else DELTA_NET[2:4]
+
+    @property
     def unquantized(self) -> tuple[str, ...]:
         """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as entries of compressed-tensors' `ignore`."""
-        return () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
+        router = () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
+        return (*router, *(rf"re:.*{self.delta_net}\.{name}$" for name in self.dense_linears))
+
+    def is_four_bits(self, weight: str) -> bool:
+        """Whether a 4-bit checkpoint stores a weight of this name in 4 bits, if it has no stacks of experts."""
+        names = rf"\w+_proj|{self.delta_net}\.in_proj_(qkv|z)"
+        return re.search(rf"\.layers\.\d+\.(.+\.)?({names})\.weight$", weight) is not None
+
+    def keeps_precision(self, tensor: str) -> bool:
+        """Whether a tensor of this name is computed with as it is stored, in float32: all of a gated delta net but its
+        linears. A rounded A_log would be another decay."""
+        _, found, name = tensor.partition(f".{self.delta_net}.")
+        return bool(found) and name.partition(".")[0] not in DELTA_NET
 
     def name_in_base(self, name: str) -> str:
         """The base model's name of a module of vLLM's model."""
@@ -187,6 +213,21 @@ FAMILIES = (
             "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(config.num_hidden_layers)],
         },
     ),
+    Family(  # the text models of Qwen3.5, 3.6 and 3.8
+        "qwen3_5_text",
+        "Qwen3_5",
+        projections=(*PROJECTIONS, *DELTA_NET),
+        norm_offset=1.0,
+        norm_eps="eps",
+        gated_attention=True,
+        delta_net="linear_attn",
+        assumed={
+            "attn_output_gate": (True,),
+            "output_gate_type": ("silu", "swish"),
+            "mamba_ssm_dtype": ("float32",),
+            "hidden_act": ("silu",),
+        },
+    ),
     Family(  # Qwen3-30B-A3B and its like
         "qwen3_moe",
         "Qwen3Moe",
@@ -197,10 +238,9 @@ FAMILIES = (
     ),
 )
 
-_DELTA_NETS = "gated delta nets: the update lacks their scan of packed sequences with a backward pass"
-NOT_COMPUTED: Mapping[str, str] = {
-    name: _DELTA_NETS for name in ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
-}
+_DELTA_NETS = "gated delta nets whose linears are fused otherwise than Qwen3.5's"
+_MIXTURE = "a shared expert beside its mixture, which the update does not compute"
+NOT_COMPUTED: Mapping[str, str] = {"qwen3_next": _DELTA_NETS, "qwen3_5_moe": _MIXTURE, "qwen3_5_moe_text": _MIXTURE}
 """By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
 
 
@@ -268,6 +308,12 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
             raise UserError(
                 f"a {family.model_type} model must have {key} null or false; config.json of {source} has "
                 f"{config[key]}: take a model without it"
+            )
+    for key, values in family.assumed.items():
+        if key in config and config[key] not in values:
+            raise UserError(
+                f"a {family.model_type} model must have {key} {' or '.join(map(str, values))}; config.json of {source} "
+                f"has {config[key]}: take a model that has it so"
             )
     return family
 

@@ -43,9 +43,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("quantization_config", {}), dict | NoneType):
         raise UserError(f"a model's quantization_config must be an object; {path} has another: get the model again")
     if not config.get("quantization_config"):  # vLLM looks in these places, too
-        elsewhere = {"compression_config": config.get("compression_config"), _MODELOPT: (folder / _MODELOPT).is_file()}
-        if place := next((name for name, found in elsewhere.items() if found), None):
-            config["quantization_config"] = {"quant_method": f"its settings in {place}"}
+        if config.get("compression_config"):
+            config["quantization_config"] = {"quant_method": "its settings in compression_config"}
+        elif (folder / _MODELOPT).is_file():
+            settings = _json_object(folder / _MODELOPT).get("quantization")
+            config["quantization_config"] = {
+                "quant_method": "modelopt",
+                **(settings if isinstance(settings, dict) else {}),
+            }
     return config
 
 
@@ -116,19 +121,52 @@ def _open(path: Path) -> Iterator[Any]:
         ) from error
 
 
+_TEXT_MODELS = {"model.language_model.": "model.", "language_model.": ""}
+"""Prefixes of the text model's tensors in a model of text and images, with those of a text model."""
+_MTP = "mtp."
+"""Prefix of the layers that Qwen's models have for speculative decoding; layers of no text model here."""
+
+
+def _text_names(stored: Iterable[str]) -> dict[str, str]:
+    """The text model's names of a folder's tensors, by the stored names; of others there is none."""
+    names = [name for name in stored if not name.startswith(_MTP)]
+    prefix = next((prefix for prefix in _TEXT_MODELS if any(name.startswith(prefix) for name in names)), None)
+    if prefix is None:
+        return {name: name for name in names}
+    renamed = {name: _TEXT_MODELS[prefix] + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return renamed | {name: name for name in names if name.startswith("lm_head.")}
+
+
+_DIVISOR = ".weight_scale_2"
+"""End of the name of ModelOpt's global scale, a factor, where compressed-tensors has a divisor."""
+_MODELOPT_ENDS = {".weight": ".weight_packed", _DIVISOR: ".weight_global_scale", ".input_scale": ".input_global_scale"}
+"""Ends of the names of an NVFP4 linear's tensors in ModelOpt's checkpoints, with those of compressed-tensors."""
+
+
+def _packed_names(names: Mapping[str, str]) -> dict[str, str]:
+    """Names as `_text_names` has them, those of ModelOpt's NVFP4 linears as compressed-tensors has them."""
+    linears = {name.removesuffix(_DIVISOR) for name in names.values() if name.endswith(_DIVISOR)}
+    renamed = {f"{linear}{old}": f"{linear}{new}" for linear in linears for old, new in _MODELOPT_ENDS.items()}
+    return {stored: renamed.get(name, name) for stored, name in names.items()}
+
+
 class TensorFiles:
-    """Tensors of a model folder by name, read one at a time.
+    """Tensors of a model folder by name, read one at a time; of a model of text and images those of the text model.
+
+    NVFP4 linears of ModelOpt have the names and the global scale that compressed-tensors gives them.
 
     Args:
         folder: Of the model.
-        prefix: Only tensors whose names start with it are read; their names here lack it.
     """
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._rows: int | None = None
         files = weight_map(folder)
-        self._files = {name.removeprefix(prefix): file for name, file in files.items() if name.startswith(prefix)}
+        self._stored = {name: stored for stored, name in _packed_names(_text_names(files)).items()}
+        self._files = {name: files[stored] for name, stored in self._stored.items()}
+        self.skipped = sorted(files.keys() - self._stored.values())
+        """Stored names of tensors that are no part of the text model."""
 
     def __iter__(self) -> Iterator[str]:
         """Names in the order of the files, so that a reader goes through each file once."""
@@ -146,8 +184,9 @@ class TensorFiles:
         shapes: dict[str, tuple[int, ...]] = {}
         for file_name in sorted(set(self._files.values())):
             with _open(self._folder / file_name) as file:
-                stored = [name for name in file.keys() if name.startswith(self._prefix)]
-                shapes |= {name.removeprefix(self._prefix): tuple(file.get_slice(name).get_shape()) for name in stored}
+                here = file.keys()
+                names = _packed_names(_text_names([*self._stored.values(), *here]))
+                shapes |= {names[name]: tuple(file.get_slice(name).get_shape()) for name in here if name in names}
         if missing := sorted(self._files.keys() - shapes):
             raise UserError(
                 f"weight files must hold what their index says; {self._folder} lacks {missing[0]}: download it again"
@@ -182,11 +221,11 @@ class TensorFiles:
         return found
 
     def _read(self, file: Any, name: str) -> Tensor:
-        stored = f"{self._prefix}{name}"
+        stored = self._stored[name]
         dims = 0 if self._rows is None else len(file.get_slice(stored).get_shape())
         if dims < 2:
             tensor: Tensor = file.get_tensor(stored)
-            return tensor
+            return tensor.float().reciprocal().reshape(1) if stored.endswith(_DIVISOR) else tensor
         part = file.get_slice(stored)
         with torch.device("cpu"):  # slices are made on the default device
             return part[: self._rows] if dims == 2 else part[:, : self._rows]
@@ -226,7 +265,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def other_files(folder: Path) -> list[Path]:
     """Files of a model folder besides weights and config.json: tokenizer, templates, generation config."""
     files = (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS))
-    return sorted(path for path in files if path.name not in ("config.json", QUANTIZATION_REPORT))
+    return sorted(path for path in files if path.name not in ("config.json", _MODELOPT, QUANTIZATION_REPORT))
 
 
 def copy_other_files(src: Path, dst: Path, config: dict[str, Any]) -> None:

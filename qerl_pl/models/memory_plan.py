@@ -13,6 +13,7 @@ from qerl_kernels import flash_attention_4
 from qerl_kernels.attention import backward_splits, head_groups
 from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
+from qerl_kernels.reference import DELTA_CHUNK
 
 from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.memory import GIB, GRADIENT, MASTER
@@ -60,15 +61,20 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
     if batch.checkpointing == "offload":  # one that is copied away or has come back, and the next
         return min(2, shape.layers) * size * shape.hidden * tokens
     if batch.checkpointing == "selective":
-        products = shape.q_dim + 2 * shape.kv_dim + shape.hidden
-        products += 0 if _tiles(shape, batch) else 2 * shape.intermediate_size
+        attention = (1 + shape.gated) * shape.q_dim + 2 * shape.kv_dim
         if size == 2 and not shape.soft_capped:  # attention's result and log-sum-exp
-            products += shape.q_dim + 2 * shape.heads
+            attention += shape.q_dim + 2 * shape.heads
+        products = shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.intermediate_size)
         products += shape.hidden if shape.normed_outputs else 0
-        return shape.layers * size * (shape.hidden + products) * tokens
+        mixers = (shape.layers - shape.delta_layers) * attention
+        if shape.delta is not None:
+            mixers += shape.delta_layers * (shape.delta.mixed + shape.delta.values + 2 * shape.delta.heads)
+        return size * (shape.layers * (shape.hidden + products) + mixers) * tokens
     if batch.checkpointing is True:
         return shape.layers * size * shape.hidden * tokens
-    return shape.layers * (size * shape.hidden * tokens + _recomputed(shape, batch))
+    attention, delta = (_recomputed(shape, batch, mixer(shape, batch)) for mixer in (_attention, _delta_net))
+    layers = (shape.layers - shape.delta_layers) * attention + shape.delta_layers * delta
+    return shape.layers * size * shape.hidden * tokens + layers
 
 
 def _tiles(shape: Shape, batch: MicroBatch) -> bool:
@@ -76,12 +82,12 @@ def _tiles(shape: Shape, batch: MicroBatch) -> bool:
     return batch.mlp_tile_tokens is not None and batch.tokens > batch.mlp_tile_tokens and not shape.experts
 
 
-def _recomputed(shape: Shape, batch: MicroBatch) -> int:
+def _recomputed(shape: Shape, batch: MicroBatch, mixer: int) -> int:
     """What a layer saves besides its input: both norms' results and the second's input, queries, keys, values, the
     result of attention, gate, up and their product, the low-rank products of the adapter, and inputs of norms of
-    outputs."""
+    outputs; `mixer` is of attention, or of a gated delta net, by token."""
     size = batch.dtype.itemsize
-    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + 7 * batch.rank) + _attention(shape, batch) + 8
+    token = size * ((5 if shape.normed_outputs else 3) * shape.hidden + 7 * batch.rank) + mixer + 8
     token += 2 * 2 * 4 * shape.hidden if batch.train_norms else 0
     token += 0 if _tiles(shape, batch) else 3 * size * shape.intermediate_size
     return batch.tokens * token + _saved_scores(shape, batch)
@@ -92,7 +98,19 @@ def _attention(shape: Shape, batch: MicroBatch) -> int:
     float32."""
     size = batch.dtype.itemsize
     norms = (4 if batch.full_finetuning else size) * (shape.q_dim + shape.kv_dim) if shape.head_norms else 0
-    return size * (2 * shape.q_dim + 2 * shape.kv_dim) + norms + 4 * shape.heads
+    gates = 2 * size * shape.q_dim if shape.gated else 0  # and what they multiply
+    return size * (2 * shape.q_dim + 2 * shape.kv_dim) + norms + gates + 4 * shape.heads
+
+
+def _delta_net(shape: Shape, batch: MicroBatch) -> int:
+    """What a gated delta net saves of a token: by what autograd saved in eight shapes on a CPU, within 2 %.
+
+    The sequences have one length: shorter ones are padded to the longest.
+    """
+    if (net := shape.delta) is None:
+        return 0
+    heads = net.heads * (32 * net.key_size + 17 * DELTA_CHUNK)
+    return batch.dtype.itemsize * net.mixed + 12 * net.keys + 42 * net.values + heads
 
 
 def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
@@ -141,7 +159,8 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     The parts are the MLP's and attention's backward pass in the last layer, and logits and losses.
     """
     size, tokens, width, hidden = batch.dtype.itemsize, batch.tokens, shape.intermediate_size, shape.hidden
-    recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch)
+    mixer = max(_attention(shape, batch), _delta_net(shape, batch))
+    recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch, mixer)
     largest = max(rows * columns for rows, columns in shape.linears.values())
     # A dequantized weight, or a group of experts'; in full fine-tuning the low-precision copy, its gradient, and that
     # in float32. Tiles add up the gradients of all three of the MLP's weights.
@@ -163,11 +182,15 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     attention += _attention_backward(shape, batch) + weight
     # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
     attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
+    parts = {"MLP": mlp, "attention": attention}
+    if shape.delta is not None:  # of its gradients a quarter is alive at a time, as tensors counted on a CPU show
+        held = _delta_net(shape, batch) * (1 if batch.checkpointing is False else 5) // 4
+        parts["delta net"] = tokens * (2 * size * hidden + held) + weight
     # The last norm's input in float32 and its results; the predicting states and their gradients.
     head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
     if batch.full_finetuning:  # the output layer's copy, its gradient in float32, and a chunk's
         head += (2 * size + 4) * shape.vocabulary * hidden
-    return {"MLP": mlp, "attention": attention, "logits": head}
+    return parts | {"logits": head}
 
 
 # A run ----------------------------------------------------------------------------------------------------------------
@@ -228,7 +251,7 @@ class RunPlan:
     """Whether full fine-tuning holds a second model, or a run that starts from an adapter a copy of it."""
 
     def sequence_kv_bytes(self, tokens: int) -> int:
-        """Bytes of the keys and values of a sequence."""
+        """Bytes of the keys, values and states of a sequence."""
         return self.shape.sequence_kv_bytes(tokens, self.kv_dtype or self.batch.dtype, self.prefill_tokens)
 
 

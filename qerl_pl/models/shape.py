@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from qerl_pl.errors import UserError
-from qerl_pl.models.families import PROJECTIONS, family_of, names_match
+from qerl_pl.models.families import DELTA_NET, PROJECTIONS, family_of, names_match
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}
 """Bits of a weight of the layers' linears in a 4-bit format, scales included; vLLM undoes NF4's double quantization."""
@@ -19,7 +19,47 @@ _LINEARS = {
     "self_attn.qkv_proj": PROJECTIONS[:3],
     "mlp.gate_up_proj": PROJECTIONS[4:6],
 }
+_DELTA_LINEARS = {f"linear_attn.{name}": (name,) for name in DELTA_NET}
 """Linears of a layer, by their names within it: the projections that they are."""
+
+
+@dataclass(frozen=True)
+class DeltaNets:
+    """Sizes of a model's gated delta nets."""
+
+    layers: tuple[int, ...]
+    """Those that have one in place of attention."""
+    keys: int
+    """Elements of a token's queries, or keys."""
+    values: int
+    heads: int
+    """Of the values."""
+    key_size: int
+    """Elements of a head of the keys."""
+    width: int
+    """Tokens of the convolution."""
+
+    @property
+    def mixed(self) -> int:
+        """Elements of a token's queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> "DeltaNets":
+        """Those of config.json."""
+        heads, key_size = config.linear_num_value_heads, config.linear_key_head_dim
+        return cls(
+            tuple(i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"),
+            config.linear_num_key_heads * key_size,
+            heads * config.linear_value_head_dim,
+            heads,
+            key_size,
+            config.linear_conv_kernel_dim,
+        )
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Of a sequence in one layer: the state in float32, and the convolution's last tokens."""
+        return 4 * self.values * self.key_size + (self.width - 1) * self.mixed * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -53,6 +93,9 @@ class Shape:
     window: int = 0
     """Tokens that layers with sliding-window attention attend to; 0 where there are none."""
     window_layers: int = 0
+    gated: bool = False
+    """Whether q has a gate for each query."""
+    delta: DeltaNets | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -80,15 +123,27 @@ class Shape:
             normed_outputs=family.normed_outputs,
             window=window,
             window_layers=window_layers if window else 0,
+            gated=family.gated_attention,
+            delta=None if family.delta_net is None else DeltaNets.of(config),
         )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
         """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
-        q, kv = (self.q_dim, self.hidden), (self.kv_dim, self.hidden)
+        queries, keys = ((1 + self.gated) * self.q_dim, self.hidden), (self.kv_dim, self.hidden)
         mlp = (self.intermediate_size, self.hidden)
-        sizes = (q, kv, kv, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, self.intermediate_size))
-        return dict(zip(PROJECTIONS, sizes, strict=True))
+        sizes = (queries, keys, keys, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, self.intermediate_size))
+        linears = dict(zip(PROJECTIONS, sizes, strict=True))
+        if self.delta is not None:
+            rows = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
+            linears |= {name: (size, self.hidden) for name, size in zip(DELTA_NET, rows, strict=False)}
+            linears[DELTA_NET[-1]] = (self.hidden, self.delta.values)
+        return linears
+
+    @property
+    def delta_layers(self) -> int:
+        """Layers with a gated delta net in place of attention."""
+        return 0 if self.delta is None else len(self.delta.layers)
 
     @property
     def linear_weights(self) -> int:
@@ -97,20 +152,25 @@ class Shape:
 
     @property
     def attention_weights(self) -> int:
-        """Of the linears of all layers' attention."""
+        """Of the linears of all layers' attention, or gated delta net."""
+        return (self.layers - self.delta_layers) * self._weights(PROJECTIONS[:4]) + self.delta_layers * self._weights(
+            DELTA_NET
+        )
+
+    def _weights(self, names: Sequence[str]) -> int:
         sizes = self.linears
-        return self.layers * sum(sizes[name][0] * sizes[name][1] for name in PROJECTIONS[:4])
+        return sum(sizes[name][0] * sizes[name][1] for name in names if name in sizes)
 
     @property
     def mlp_weights(self) -> int:
         """Of all layers' MLPs, or of all experts."""
-        sizes = self.linears
-        mlp = sum(sizes[name][0] * sizes[name][1] for name in PROJECTIONS[4:])
+        mlp = self._weights(PROJECTIONS[4:])
         return self.layers * (mlp // self.top_k * self.experts if self.experts else mlp)
 
     def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
         """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
         packed = self.mlp_weights if self.dense_attention else self.linear_weights
+        packed -= self.delta_layers * self._weights(DELTA_NET[2:4])
         dense = self.linear_weights - packed + self.embedding_weights
         bits = BITS.get(quantization, 8 * dtype.itemsize)
         return packed * bits / 8 + dtype.itemsize * dense
@@ -132,7 +192,9 @@ class Shape:
         return (1 if self.tied else 2) * self.vocabulary * self.hidden
 
     def sequence_kv_bytes(self, tokens: int, dtype: torch.dtype, under_way: int = 0) -> int:
-        """Bytes of a sequence's keys and values, of which layers with a window hold no more than that.
+        """Bytes of a sequence's keys and values, of which layers with a window hold no more than that, and its states.
+
+        Beside states vLLM (0.30) allocates keys and values in blocks of their size.
 
         Args:
             tokens: Of the sequence.
@@ -141,25 +203,41 @@ class Shape:
                 window, and counts when it starts.
         """
         outside = max(tokens - self.window - under_way, 0) * self.window_layers
-        return (self.layers * tokens - outside) * 2 * self.kv_dim * dtype.itemsize
+        token = 2 * self.kv_dim * dtype.itemsize
+        if self.delta is not None:
+            block = -(-self.delta.state_bytes(dtype) // (16 * token)) * 16
+            tokens = -(-tokens // block) * block
+        return ((self.layers - self.delta_layers) * tokens - outside) * token + self.state_bytes(dtype)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of a sequence's states in all gated delta nets, of any length.
+
+        Args:
+            dtype: Of activations.
+        """
+        return 0 if self.delta is None else self.delta_layers * self.delta.state_bytes(dtype)
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """Of A and B on the linears that these targets name."""
-        layers = _adapted(self.layers, tuple(targets))
+        layers = self._adapted(targets)
         return rank * sum(sum(self.linears[name]) for names in layers for name in names)
 
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
-        layers, total = _adapted(self.layers, tuple(targets)), 0
-        for group in (PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]):
+        layers, total = self._adapted(targets), 0
+        groups = [PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]]
+        for group in groups if self.delta is None else [*groups, DELTA_NET[:2], DELTA_NET[2:4], DELTA_NET[4:]]:
             ranks = rank * sum(len(names.intersection(group)) for names in layers)
             rows = sum(self.linears[name][0] for name in group)
             total += ranks * (rows + self.linears[group[0]][1])
         return total
 
+    def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[str], ...]:
+        return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers)
+
 
 @cache
-def _adapted(layers: int, targets: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...]) -> tuple[frozenset[str], ...]:
     """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts.
 
     Raises:
@@ -168,7 +246,8 @@ def _adapted(layers: int, targets: tuple[str, ...]) -> tuple[frozenset[str], ...
     adapted, unknown = [], set(targets)
     for index in range(layers):
         names: set[str] = set()
-        for linear, parts in _LINEARS.items():
+        mlp = {name: parts for name, parts in _LINEARS.items() if name.startswith("mlp.")}
+        for linear, parts in (_DELTA_LINEARS | mlp if index in delta else _LINEARS).items():
             matching = {target for target in targets if names_match(f"model.layers.{index}.{linear}", [target])}
             names.update(parts if matching else ())
             unknown -= matching

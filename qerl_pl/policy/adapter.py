@@ -28,6 +28,7 @@ from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.models.families import family_of, names_match, noisy_norm_names
 from qerl_pl.models.folder import read_config
+from qerl_pl.policy.delta_net import PackedDeltaNet
 from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, LoraSpec, can_fuse_lora, check_targets
 from qerl_pl.policy.packed_layers import GatedMLP, PackedAttention
 from qerl_pl.seeds import stream_seed
@@ -150,7 +151,8 @@ class LoraAdapter:
         self.model = peft.PeftModelForCausalLM(base, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
         self._linears = {name: module for name, module in base.named_modules() if isinstance(module, LoraLinear)}
-        self._blocks = [module for module in base.modules() if isinstance(module, PackedAttention | GatedMLP)]
+        blocks = PackedAttention | PackedDeltaNet | GatedMLP
+        self._blocks = [module for module in base.modules() if isinstance(module, blocks)]
         self._start: list[Tensor] = []
 
     @property

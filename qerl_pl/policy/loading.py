@@ -19,6 +19,7 @@ from qerl_pl.formats.base_format import BaseFormat, StoredExperts
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.models.families import GATE_UP, Experts, check_family
 from qerl_pl.models.folder import TensorFiles, load_config
+from qerl_pl.policy.delta_net import use_packed_delta_nets
 from qerl_pl.policy.experts import attach_routing_replay, use_packed_experts
 from qerl_pl.policy.lora import FrozenLinear, parameter_name
 from qerl_pl.policy.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
@@ -41,7 +42,8 @@ def load_base(
 
     Raises:
         UserError: The folder holds no model of a known family, tensors are missing or unexpected, fused
-            projections have different global scales, or shared weights are not the folder's.
+            projections have different global scales, layers would mix packed sequences, or shared weights are not the
+            folder's.
     """
     log.info("loading the trainer's base on %s: %s", device, folder)
     base_format, tensors = format_of(folder), TensorFiles(folder)
@@ -62,9 +64,10 @@ def load_base(
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     loaded = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys() | loaded_experts
     # Old Llama files store inv_freq, which the model computes from its config.
-    others = [name for name in tensors if name not in loaded and not name.endswith(".inv_freq")]
+    skipped = (".inv_freq", *(f".{suffix}" for suffix in base_format.dropped))
+    others = [name for name in tensors if name not in loaded and not name.endswith(skipped)]
     for name, (tensor,) in zip(others, tensors.read_groups([(name,) for name in others]), strict=True):
-        state[name] = tensor.to(device, dtype)
+        state[name] = tensor.to(device, torch.float32 if family.keeps_precision(name) else dtype)
     _check_output_layer(model, state, base_format, folder)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
@@ -77,6 +80,7 @@ def load_base(
     use_float32_norms(model)
     use_gated_mlps(model)
     use_packed_attention(model)
+    use_packed_delta_nets(model, config, family)
     attach_routing_replay(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)

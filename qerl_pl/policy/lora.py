@@ -214,9 +214,11 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
 
     Raises:
         UserError: A target matches no linear of the model (the output layer takes no adapter), or the rank exceeds the
-            smaller side of a weight.
+            smaller side of a weight, but for a gated delta net's linears of few rows.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
+    family = find_family(model.config.model_type)  # type: ignore[union-attr, arg-type]
+    narrow = () if family is None else family.dense_linears
     linears = {
         name: min(module.in_features, module.out_features)
         for name, module in model.named_modules()
@@ -226,13 +228,13 @@ def check_targets(model: nn.Module, config: LoraSpec) -> None:
         sides = {name: side for name, side in linears.items() if names_match(name, [target])}
         if not sides:
             names = sorted({name.rsplit(".", 1)[-1] for name in linears})
-            family = find_family(model.config.model_type)  # type: ignore[union-attr, arg-type]
             raise UserError(
                 f"every LoRA target must name linears of the model; {target!r} matches none; "
                 f"choose model.policy.lora.targets among {', '.join(names)}"
                 + ("; experts and router are frozen" if family is not None and family.experts is not None else "")
             )
-        smallest, side = min(sides.items(), key=lambda pair: pair[1])
+        wide = {name: side for name, side in sides.items() if not names_match(name, narrow)}
+        smallest, side = min(wide.items(), key=lambda pair: pair[1], default=("", config.rank))
         if config.rank > side:
             raise UserError(
                 f"a LoRA rank must not be above the smaller side of a weight; got rank {config.rank} for {smallest} "

@@ -352,7 +352,8 @@ NORMS = ("q_norm", "k_norm")
 class PackedAttention(nn.Module):
     """Attention over packed sequences, [S, heads, head size] throughout instead of transposed views.
 
-    o(attend(rotary(norm(q(x))), rotary(norm(k(x))), v(x))), or the same without norms; q, k and v may be one linear.
+    o(attend(rotary(norm(q(x))), rotary(norm(k(x))), v(x))), or the same without norms; q, k and v may be one linear,
+    and q have a gate for each head, whose sigmoid multiplies what it has attended to.
     The layers and sinks of the replaced transformers attention become this module's, under the same names.
     """
 
@@ -372,7 +373,7 @@ class PackedAttention(nn.Module):
         self._head_size, self._scaling = attention.head_dim, attention.scaling
         self._dropout, self._window = attention.attention_dropout, family.window(attention)
         self._soft_cap = None if family.score_cap is None else getattr(attention, family.score_cap)
-        self._sinks, self._half_angles = family.sinks, family.half_angles
+        self._sinks, self._half_angles, self._gated = family.sinks, family.half_angles, family.gated_attention
         if family.sinks is not None:
             self.register_parameter(family.sinks, attention.get_parameter(family.sinks))
         config = attention.config
@@ -397,11 +398,15 @@ class PackedAttention(nn.Module):
         outputs = shared_input_linears(self.shared_input, x)
         projected = outputs if len(outputs) == 3 else outputs[0].split(self._sizes, dim=-1)
         query, key, value = (part.view(len(x), -1, self._head_size) for part in projected)
+        if self._gated:
+            query, gate = query[:, ::2], query[:, 1::2]
         if self._has_norms:
             query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
         query, key = _rotated(query, key, cos.view(cos.shape[1:]), sin.view(sin.shape[1:]))
         sinks = None if self._sinks is None else self.get_parameter(self._sinks)
         attended = attention_of_rows(query, key, value, packing, self._scaling, self._window, self._soft_cap, sinks)
+        if self._gated:
+            attended = attended * gate.sigmoid()
         return self.o_proj(attended.flatten(1)).view(hidden_states.shape), None
 
     def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:

@@ -199,6 +199,11 @@ class PolicyConfig:
                 f"a mixture of experts trains an adapter, its experts are frozen; got model.policy.finetune full for "
                 f"{source}: set it to lora"
             )
+        if family.delta_net is not None and lora is None:
+            raise UserError(
+                f"gated delta nets train an adapter; got model.policy.finetune full for {source}, a "
+                f"{family.model_type}: set it to lora"
+            )
         if lora is not None:
             check_targets(model, lora)
         if self.quantization != "none" and (source / MODEL_FILE).is_file() and format_of(source) is DENSE:

@@ -44,7 +44,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.models.families import family_of, has_experts, linear_shapes
+from qerl_pl.models.families import Family, family_of, has_experts, linear_shapes, names_match
 from qerl_pl.models.folder import end_token_ids, load_config, load_tokenizer, read_config
 from qerl_pl.models.memory import GIB, check_length, files_gib, kv_cache_size
 from qerl_pl.models.shape import Shape
@@ -90,7 +90,8 @@ class VLLMEngine(RolloutEngine):
         share_weights: Let the trainer use vLLM's 4-bit weights instead of loading the base a second time (GPU, marlin).
             Equal but for NVFP4's blocks below 3.5e-5 of a matrix's largest weight, which Marlin takes for zero.
             gpt-oss's experts run by Marlin for its sake; false leaves their kernels to vLLM.
-        prefix_caching: Compute the prompt once for all its completions.
+        prefix_caching: Compute the prompt once for all its completions. By default, unless the model has gated delta
+            nets: vLLM reuses their states in blocks of hundreds of tokens alone.
         load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed (not NF4).
     """
 
@@ -110,7 +111,7 @@ class VLLMEngine(RolloutEngine):
         enforce_eager: bool = False,
         sleep_mode: bool = True,
         share_weights: bool = True,
-        prefix_caching: bool = True,
+        prefix_caching: bool | None = None,
         load_format: Literal["auto", "dummy"] = "auto",
     ) -> None:
         if kv_cache_gib is not None and gpu_memory_utilization is not None:
@@ -154,6 +155,9 @@ class VLLMEngine(RolloutEngine):
         """Whether `sleep` releases the cache's memory: vLLM's CPU build cannot."""
         return self.sleep_mode and self._on_gpu
 
+    def _caches_prefixes(self, family: Family) -> bool:
+        return family.delta_net is None if self.prefix_caching is None else self.prefix_caching
+
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of keys and values, for a model of this data type."""
         return torch.float8_e4m3fn if self.kv_cache_dtype == "fp8" else dtype
@@ -171,6 +175,11 @@ class VLLMEngine(RolloutEngine):
         backend = linear_backend(served, self.linear_backend)
         config = load_config(spec.base)
         weight_map.check_fixed(config, family_of(config.model_type))
+        if spec.device.type == "cpu" and spec.dtype != torch.bfloat16 and family_of(config.model_type).delta_net:
+            raise UserError(
+                f"vLLM's CPU build computes gated delta nets in bfloat16 alone; the run is in {spec.dtype}: set "
+                "model.policy.dtype to bfloat16, or use TransformersEngine"
+            )
         linears = linear_shapes(config)
         check_targets(spec, linears)
         self._shapes = {name: size for name, size in linears.items() if spec.adapts(name)}
@@ -179,7 +188,9 @@ class VLLMEngine(RolloutEngine):
         least_bytes = partial(Shape.of(config).sequence_kv_bytes, dtype=self.cache_dtype(spec.dtype))
         check_length(length, spec.max_tokens, kv_gib, least_bytes)
         if backend == "marlin":
-            linear_methods.check_marlin_shapes(linears)
+            narrow = family_of(config.model_type).dense_linears
+            quantized = {name: size for name, size in linears.items() if not names_match(name, narrow)}
+            linear_methods.check_marlin_shapes(quantized)
         start = time.perf_counter()
         import_vllm()
         self._spec, self._ends = spec, end_token_ids(spec.base)
@@ -286,13 +297,14 @@ class VLLMEngine(RolloutEngine):
                 # A seeded request whose prompt is split over two passes fails on a CPU.
                 enable_chunked_prefill=self._on_gpu,
                 use_tqdm_on_load=False,
-                enable_prefix_caching=self.prefix_caching,
+                enable_prefix_caching=self._caches_prefixes(family_of(config["model_type"])),
                 enforce_eager=self.enforce_eager or not self._on_gpu,
                 enable_sleep_mode=self._sleeps,
                 # Also with a given cache vLLM wants this share free at the start.
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 kv_cache_dtype=self.kv_cache_dtype,
+                mamba_ssm_cache_dtype="auto" if family_of(config["model_type"]).delta_net is None else "float32",
                 linear_backend=backend or "auto",
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=experts or "auto",

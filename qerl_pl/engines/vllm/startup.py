@@ -17,6 +17,7 @@ from qerl_pl.formats.base import FORMATS
 from qerl_pl.formats.base_format import DENSE, BaseFormat
 from qerl_pl.formats.fp4 import MXFP4StacksFormat, PackedFormat
 from qerl_pl.formats.nf4 import NF4Format
+from qerl_pl.models.families import find_family
 from qerl_pl.models.folder import longest_sequence
 
 DEFAULT_GRAPH_TOKENS = 512
@@ -65,10 +66,20 @@ def register_architecture(config: Mapping[str, Any]) -> None:
 
     Args:
         config: Of the model's config.json. An architecture that vLLM does not know is left for it to refuse.
+
+    Raises:
+        UserError: vLLM does not know one with gated delta nets, which it would run by transformers' layers.
     """
+    import vllm
     from vllm import ModelRegistry
 
-    for name in config.get("architectures") or ():
+    names, family = config.get("architectures") or (), find_family(config.get("model_type"))
+    if family is not None and family.delta_net is not None and not set(names) & set(ModelRegistry.models):
+        raise UserError(
+            f"vLLM must have a class of the text model; {vllm.__version__} has none of {', '.join(names)}: install "
+            "vllm 0.30, or use TransformersEngine"
+        )
+    for name in names:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
@@ -138,6 +149,11 @@ def vllm_errors_as_user_errors(kv_cache_dtype: str = "auto") -> Iterator[None]:
         raise UserError(
             f"weights, cache and CUDA graphs must fit on the GPU; vLLM's start ran out of its memory "
             f"({' '.join(str(error).split())}): lower kv_cache_gib or max_num_seqs, or end what else holds memory there"
+        ) from error
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"vLLM's class of the model must be importable; it lacks {error.name}: install the build of {error.name} "
+            "that belongs to this PyTorch, or use TransformersEngine"
         ) from error
     except (ValueError, RuntimeError, AssertionError, ImportError, VLLMValidationError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__

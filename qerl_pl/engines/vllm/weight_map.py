@@ -17,6 +17,10 @@ FusedSlice = tuple[str, int, int]
 """A linear of the base model in one of vLLM's: its name, rows [start, stop)."""
 
 
+_PARTS = {"in_proj_qkv": 3}
+"""Linears of the base model of which vLLM has several sizes, with their number: queries, keys and values."""
+
+
 def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
     """The base model's linears that are fused into a linear of vLLM's model.
 
@@ -28,7 +32,8 @@ def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
     stem, _, last = name.rpartition(".")
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     members = packed.get(last, [last])  # a single one where the base model's linear is fused, too
-    sizes = linear.output_partition_sizes if len(members) > 1 else [linear.output_size_per_partition]
+    parts = iter(linear.output_partition_sizes if len(members) > 1 else [linear.output_size_per_partition])
+    sizes = [sum(itertools.islice(parts, _PARTS.get(member, 1))) for member in members]
     stops = list(itertools.accumulate(sizes))
     names = [f"{stem}.{member}" for member in members]
     return [(member, stop - size, stop) for member, size, stop in zip(names, sizes, stops, strict=True)]

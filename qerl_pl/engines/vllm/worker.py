@@ -71,6 +71,7 @@ def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tok
     It is part of the key of vLLM's cache of compiled graphs, so that no graph of other norms, GEMMs or adapters runs.
     """
     return {
+        "gdn_prefill_backend": "triton",  # of gated delta nets: vLLM 0.25 takes FlashInfer's, installed or not
         CONFIG_KEY: {
             "norms": "float32",
             "dense_above": dense_above,
@@ -78,7 +79,7 @@ def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tok
             "rank": spec.lora_rank,
             "targets": sorted(spec.lora_targets),
             "full_finetuning": spec.full_finetuning,
-        }
+        },
     }
 
 
