@@ -177,7 +177,7 @@ def test_each_data_module_has_its_own_prompts_in_dialogues(tiny_policy_dir: Path
         data = TableDataModule(rows, system_prompt=stage, max_prompt_tokens=limit)
         trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data)
         rollout.check_first(trainer, stage)
-        assert rollout._pool is not None and (rollout._pool._loop is None) == (stage == "fit") and not data.tools
+        assert rollout._pool is not None and (rollout._pool._processes is None) == (stage == "fit") and not data.tools
         tools = rollout.open_environments(trainer)
         assert [tool["function"]["name"] for tool in tools] == ["calculate"] and rollout._dialogues is not None
         assert (rollout._dialogues.continuation.system_prompt, rollout._dialogues.max_prompt_tokens) == (stage, limit)

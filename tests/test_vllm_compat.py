@@ -74,7 +74,7 @@ def test_a_missing_optional_name_turns_its_feature_off(monkeypatch: pytest.Monke
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("version", "known"), [("0.24.9", False), ("0.25.1", True), ("0.30.0", True), ("0.31", False)])
+@pytest.mark.parametrize(("version", "known"), [("0.24.9", False), ("0.25.1", True), ("0.33.0", True), ("0.34", False)])
 def test_releases_whose_names_were_not_checked_are_refused(
     version: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +84,7 @@ def test_releases_whose_names_were_not_checked_are_refused(
     if known:
         assert check_names("cpu") == {}
     else:
-        with pytest.raises(UserError, match=f"0.25 to 0.30; got {version}: install one of those"):
+        with pytest.raises(UserError, match=f"0.25 to 0.33; got {version}: install one of those"):
             check_names("cpu")
 
 

@@ -94,11 +94,13 @@ def marlin_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(("biased", "mx"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(("biased", "mx", "locks"), [(False, False, True), (True, False, False), (True, True, True)])
 def test_up_to_dense_above_marlin_multiplies_and_the_dense_weight_beyond(
-    marlin_calls: list[tuple[Any, ...]], biased: bool, mx: bool, compiled: bool
+    marlin_calls: list[tuple[Any, ...]], biased: bool, mx: bool, locks: bool, compiled: bool
 ) -> None:
     layer = linear(biased, mx=mx)
+    if not locks:
+        del layer.workspace  # as in vLLM 0.31
     attach_fp4(layer, DENSE_ABOVE)
 
     def forward(x: Tensor) -> Tensor:
@@ -114,7 +116,8 @@ def test_up_to_dense_above_marlin_multiplies_and_the_dense_weight_beyond(
         by_marlin = run(x[:DENSE_ABOVE])
     assert by_marlin.shape == (DENSE_ABOVE, ROWS) and (by_marlin == 7.0).all()
     (call,) = marlin_calls
-    held = (layer.weight, layer.weight_scale, None if mx else layer.weight_global_scale, layer.workspace)
+    global_scale, workspace = None if mx else layer.weight_global_scale, layer.workspace if locks else None
+    held = (layer.weight, layer.weight_scale, global_scale, workspace)
     for found, own in zip(call, held, strict=False):
         assert (found is None) == (own is None) and (own is None or found.data_ptr() == own.data_ptr())
     assert call[4:6] == (ROWS, COLUMNS)

@@ -16,7 +16,7 @@ from typing import Any
 
 from qerl_pl.errors import UserError
 
-FIRST_VERSION, LAST_VERSION = (0, 25), (0, 30)
+FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
 """Releases whose names were checked; pyproject.toml has the one that was measured on GPUs."""
 
 DECODE_GEMM, SAMPLER = "decode GEMM", "Triton sampler"
@@ -97,7 +97,7 @@ def _optional(feature: str, without: str, path: str, *members: str, call: tuple[
     return PrivateName(path, feature, members, call, without, device="cuda")
 
 
-_sampler = functools.partial(_optional, SAMPLER, "vLLM's own sampler, slower at many sequences")
+_sampler = functools.partial(_optional, SAMPLER, "vLLM's own sampler")
 _sinks = functools.partial(
     PrivateName, feature="attention sinks in float32", without="no gpt-oss in float32", device="cpu"
 )

@@ -192,7 +192,7 @@ def fp4_linear(
     weight: Tensor,
     scale: Tensor,
     global_scale: Tensor | None,
-    workspace: Tensor,
+    workspace: Tensor | None,
     permuted_bias: Tensor | None,
     bias: Tensor | None,
     alpha: Tensor,
@@ -212,7 +212,7 @@ def fp4_linear(
         weight: With `scale` and `global_scale` a `MarlinTensor`.
         scale: See weight.
         global_scale: See weight.
-        workspace: Marlin's.
+        workspace: Marlin's locks, which vLLM 0.25 to 0.30 holds in the layer, and later releases by themselves.
         permuted_bias: [N], in Marlin's order.
         bias: [N], in plain order.
         alpha: That of `MarlinRows`, float32 [1] in the host's memory, where reading it does not wait for the
@@ -256,7 +256,8 @@ class FP4Method:
         plain = None if bias is None else layer.qerl_bias
         a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
         limits = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above)
-        y: Tensor = fp4_linear(x, *weight, layer.workspace, bias, plain, layer.qerl_alpha, a, b, *limits)
+        locks = getattr(layer, "workspace", None)
+        y: Tensor = fp4_linear(x, *weight, locks, bias, plain, layer.qerl_alpha, a, b, *limits)
         return y
 
 

@@ -2,7 +2,8 @@
 
 vLLM copies the logits to float32 and reads them four more times; `sample_tokens` reads them once, and draws the same
 tokens. Read in vLLM 0.25.1 and 0.30.0, which both divide a float32 copy of the logits by the temperature unless that is
-0 or 1 (0.30.0 makes none where no request has another) and draw by the same random numbers.
+0 or 1 (0.30.0 makes none where no request has another) and draw by the same random numbers. From 0.31 on vLLM draws by
+others, and keeps its own sampler.
 """
 
 import operator
