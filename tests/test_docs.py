@@ -103,7 +103,7 @@ def words(text: str) -> int:
 
 def test_the_readme_takes_three_minutes_and_the_documentation_an_hour() -> None:
     assert words(README.read_text()) <= 450
-    assert sum(words(path.read_text()) for path in DOCS) <= 20_000
+    assert sum(words(path.read_text()) for path in DOCS) <= 20_800
 
 
 def test_the_site_has_six_tabs_and_every_page() -> None:
@@ -292,16 +292,15 @@ def test_what_extends_the_package_trains(
     monkeypatch.setattr(sys, "argv", ["qerl"])
     settings = with_keys(configuration(tiny_policy_dir, tmp_path))
     settings["model"] |= {
+        "class_path": "my_module.Watched",
         "objective": {"class_path": "my_objectives.Reinforce"},
         "lr_scheduler": "my_schedules.py:wsd",
     }
     settings["rollout"]["rewards"] = ["my_short.py:short"]
     settings["noise"] = {"decay": "my_schedules.py:steps", "stages": 2}
     settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2, "callbacks": ["my_callback.Positive"]}
-    watched = importlib.import_module("my_module").Watched
-    monkeypatch.setattr("qerl_pl.cli.main.QeRLModule", watched)
     module = QeRLCLI({"subcommand": "fit", "fit": settings}).model
-    assert isinstance(module, watched) and type(module.objective).__name__ == "Reinforce"
+    assert type(module).__name__ == "Watched" and type(module.objective).__name__ == "Reinforce"
     logged = set(EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"])
     assert {"my/positive_frac", "reward/short"} <= logged
 

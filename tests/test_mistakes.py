@@ -235,7 +235,8 @@ def test_commands_of_our_own_report_alike(capsys: pytest.CaptureFixture[str], tm
     assert "config.json" in complaint(capsys, "quantize", str(tmp_path / "a"), str(tmp_path / "b"))
     for more in ([], [str(tmp_path / "adapter"), "-c", "nowhere"]):
         assert "see qerl export --help" in complaint(capsys, "export", str(tmp_path), *more)
-    rule = "qerl takes a command first, one of configs, export, fit, quantize, test, validate; got "
+    commands = "compare, completions, configs, export, fit, quantize, test, validate"
+    rule = f"qerl takes a command first, one of {commands}; got "
     for words, found in {
         ("exprt", "a"): "exprt; did you mean export? see",
         ("-c", "sft"): "none; see",
