@@ -347,7 +347,10 @@ def test_grpo_has_no_kl_penalty_unless_one_is_set(
     [
         ["-c", "least.yaml"],
         ["-c", "quickstart", "--model.max_grad_norm", ".inf", "--trainer.max_time", "00:01:00:00"],
-        ["-c", "quickstart", "--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1"],
+        pytest.param(
+            ["-c", "quickstart", "--model.optimizer", "torch.optim.SGD", "--model.optimizer.lr", "0.1"],
+            marks=pytest.mark.nightly,
+        ),
         ["-c", "quickstart", "--data.system_prompt", "yes", "--rollout.rewards.mine", "more.py:exact"],
         [
             "-c",
@@ -357,9 +360,15 @@ def test_grpo_has_no_kl_penalty_unless_one_is_set(
             "--noise",
             "null",
         ],
-        ["-c", "gsm8k", "-c", "dapo", "--model.objective.correction", "{rejection: token, low: 0.5}"],
+        pytest.param(
+            ["-c", "gsm8k", "-c", "dapo", "--model.objective.correction", "{rejection: token, low: 0.5}"],
+            marks=pytest.mark.nightly,
+        ),
         ["-c", "quickstart", "--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/accuracy"],
-        ["-c", "quickstart", "--trainer.callbacks+=ModelCheckpoint", "--data.sets", "{one: {path: rows.jsonl}}"],
+        pytest.param(
+            ["-c", "quickstart", "--trainer.callbacks+=ModelCheckpoint", "--data.sets", "{one: {path: rows.jsonl}}"],
+            marks=pytest.mark.nightly,
+        ),
         ["-c", "sft"],
         ["-c", "sft_least.yaml"],
     ],

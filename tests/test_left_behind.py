@@ -19,7 +19,6 @@ from qerl_pl.environments import EnvironmentPool
 from qerl_pl.environments.contract import methods_of
 from qerl_pl.environments.worker import Worker
 from qerl_pl.errors import UserError
-from qerl_pl.rewards.math_answer import MathPool
 from qerl_pl.runtime.process_pool import cores, worker_variables
 
 
@@ -149,6 +148,8 @@ def test_workers_get_no_secrets(pool: EnvironmentPool, monkeypatch: pytest.Monke
     assert not [name for name in SECRETS if name in text] and '"GAME_KEY": "s5"' in text and '"PATH"' in text
     for name, value in GIVEN.items():
         monkeypatch.setenv(name, value)
+    from qerl_pl.rewards.math_answer import MathPool  # imports PyTorch, which environments of this file need not
+
     grading = MathPool(1.0, 1.0, 1)
     grading.equivalent([("1", "2/2")])
     assert grading.processes is not None
