@@ -229,8 +229,8 @@ def gated_delta_rule(
     beta: Tensor,
     key_heads: int,
     key_size: int,
-    boundaries: Tensor,
-    longest: int,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
 ) -> Tensor:
     """A gated delta net's convolution and recurrence (arXiv 2412.06464) of packed sequences, each by itself.
 
@@ -246,13 +246,13 @@ def gated_delta_rule(
         beta: [S, value heads].
         key_heads: Heads of the queries, and of the keys.
         key_size: Their elements.
-        boundaries: Cumulative lengths of the B sequences, int32 [B + 1].
-        longest: Tokens of the longest.
+        cu_seqlens: Cumulative lengths of the B sequences, int32 [B + 1].
+        max_seqlen: Tokens of the longest one.
 
     Returns:
         [S, value heads, value size] in the dtype of `mixed`; the state and its products are float32.
     """
-    real = torch.arange(longest, device=mixed.device) < boundaries.diff()[:, None]
+    real = torch.arange(max_seqlen, device=mixed.device) < cu_seqlens.diff()[:, None]
     shape, heads = real.shape, log_decay.shape[1]
     padded = mixed.new_zeros(*shape, mixed.shape[1]).index_put((real,), mixed)
     convolved = causal_convolution(padded, weight)
