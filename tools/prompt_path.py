@@ -9,6 +9,7 @@ engine and the carriers' own methods. The rollout is the toy policy's third, whe
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -55,8 +56,16 @@ class Traced(RolloutCallback):
 
 
 callback = Traced([GSM8KAnswer()])
-trainer = Trainer(max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callback)
-trainer.fit(QeRLModule(PolicyConfig(dtype="float32")), datamodule=ArithmeticDataModule(batch_size=4, val_size=1))
+with TemporaryDirectory() as run:
+    trainer = Trainer(
+        max_steps=3,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        callbacks=callback,
+        default_root_dir=run,
+    )
+    trainer.fit(QeRLModule(PolicyConfig(dtype="float32")), datamodule=ArithmeticDataModule(batch_size=4, val_size=1))
 stays = [name for index, name in enumerate(path) if path[index - 1 : index] != [name]]
 print(*(f"{name}{' (return)' * (name in stays[:index])}" for index, name in enumerate(stays)), sep="\n")
 print(f"{len(stays)} stays in {len(set(stays))} files, {len(stays) - len(set(stays))} returns")
