@@ -41,8 +41,8 @@ def scalars(run: Path) -> dict[str, list[float]]:
 
 def launch(words: list[str]) -> "subprocess.Popen[bytes]":
     """A `qerl fit`, which finds this folder's modules."""
-    places = [str(Path(__file__).parent), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    paths = [str(Path(__file__).parent), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen([sys.executable, "-m", "qerl_pl", "fit", *words], env=environment)
 
 
@@ -61,8 +61,9 @@ def quickstart(run: Path, args: argparse.Namespace) -> list[str]:
 
 def part_killed(args: argparse.Namespace) -> tuple[str, Any]:
     """One rank or all killed after the first checkpoint, and resumed, against a run that was not."""
-    finish(launch(quickstart(whole := args.folder / "whole", args)), "the whole run")
-    expected, rows = load_file(whole / "adapter" / "adapter_model.safetensors"), []
+    uninterrupted = args.folder / "uninterrupted"
+    finish(launch(quickstart(uninterrupted, args)), "the uninterrupted run")
+    expected, rows = load_file(uninterrupted / "adapter" / "adapter_model.safetensors"), []
     for which in ("one rank", "all ranks"):
         run = args.folder / which.replace(" ", "-")
         process = launch(quickstart(run, args))

@@ -174,8 +174,9 @@ class VLLMEngine(RolloutEngine):
         served = base_format if runs(base_format, spec.device) else DENSE
         backend = linear_backend(served, self.linear_backend)
         config = load_config(spec.base)
-        weight_map.check_fixed(config, family_of(config.model_type))
-        if spec.device.type == "cpu" and spec.dtype != torch.bfloat16 and family_of(config.model_type).delta_net:
+        family = family_of(config.model_type)
+        weight_map.check_fixed(config, family)
+        if spec.device.type == "cpu" and spec.dtype != torch.bfloat16 and family.delta_net:
             raise UserError(
                 f"vLLM's CPU build computes gated delta nets in bfloat16 alone; the run is in {spec.dtype}: set "
                 "model.policy.dtype to bfloat16, or use TransformersEngine"
@@ -188,8 +189,7 @@ class VLLMEngine(RolloutEngine):
         least_bytes = partial(Shape.of(config).sequence_kv_bytes, dtype=self.cache_dtype(spec.dtype))
         check_length(length, spec.max_tokens, kv_gib, least_bytes)
         if backend == "marlin":
-            narrow = family_of(config.model_type).dense_linears
-            quantized = {name: size for name, size in linears.items() if not names_match(name, narrow)}
+            quantized = {name: size for name, size in linears.items() if not names_match(name, family.dense_linears)}
             linear_methods.check_marlin_shapes(quantized)
         start = time.perf_counter()
         import_vllm()
@@ -273,6 +273,7 @@ class VLLMEngine(RolloutEngine):
         self._missing = compat.check_names(spec.device.type)
         select_backend_of(spec.device)  # for every base: vLLM samples with what it compiles and warms up now
         config, base_format = read_config(base), format_of(base)
+        family = family_of(config["model_type"])
         check_reads(base_format, self._missing)
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
@@ -297,14 +298,14 @@ class VLLMEngine(RolloutEngine):
                 # A seeded request whose prompt is split over two passes fails on a CPU.
                 enable_chunked_prefill=self._on_gpu,
                 use_tqdm_on_load=False,
-                enable_prefix_caching=self._caches_prefixes(family_of(config["model_type"])),
+                enable_prefix_caching=self._caches_prefixes(family),
                 enforce_eager=self.enforce_eager or not self._on_gpu,
                 enable_sleep_mode=self._sleeps,
                 # Also with a given cache vLLM wants this share free at the start.
                 gpu_memory_utilization=0.01 if kv_gib is not None else self.gpu_memory_utilization,
                 kv_cache_memory_bytes=None if kv_gib is None else int(kv_gib * GIB),
                 kv_cache_dtype=self.kv_cache_dtype,
-                mamba_ssm_cache_dtype="auto" if family_of(config["model_type"]).delta_net is None else "float32",
+                mamba_ssm_cache_dtype="auto" if family.delta_net is None else "float32",
                 linear_backend=backend or "auto",
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=experts or "auto",
