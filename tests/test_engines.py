@@ -48,13 +48,14 @@ PROMPTS = [
 ]
 GREEDY = SamplingConfig(max_tokens=24, temperature=0.0)
 LOGPROB_BOUND = 2e-5  # float32; measured 3e-6
-ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
+ENGINES = ["transformers", *(pytest.param(name, marks=pytest.mark.vllm) for name in ("vllm", "vllm-merged"))]
 
 
 def make_engine(kind: str) -> RolloutEngine:
     if kind == "transformers":
         return TransformersEngine(max_batch=16)
-    return VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16, max_num_batched_tokens=192)
+    adapter: Literal["fused", "merged"] = "merged" if kind == "vllm-merged" else "fused"
+    return VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16, max_num_batched_tokens=192, adapter=adapter)
 
 
 def spec_of(base: Path, dtype: torch.dtype = torch.float32) -> EngineSpec:
@@ -145,15 +146,13 @@ class Ear(logging.Handler):
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[type[RolloutEngine], list[str]]:
+def said() -> dict[str, list[str]]:
     """What the package has logged while each engine started."""
     return {}
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def engine(
-    request: pytest.FixtureRequest, base: Path, said: dict[type[RolloutEngine], list[str]]
-) -> Iterator[RolloutEngine]:
+def engine(request: pytest.FixtureRequest, base: Path, said: dict[str, list[str]]) -> Iterator[RolloutEngine]:
     made, ear, logger = make_engine(request.param), Ear(), logging.getLogger("qerl_pl.engines")
     level = logger.level
     logger.addHandler(ear)
@@ -161,7 +160,7 @@ def engine(
     made.launch(spec_of(base))
     logger.removeHandler(ear)
     logger.setLevel(level)
-    said[type(made)] = ear.messages
+    said[request.param] = ear.messages
     yield made
     made.close()
 
@@ -182,23 +181,26 @@ def test_a_yaml_file_can_name_the_engine(name: str) -> None:
     assert found.engine.class_path == f"qerl_pl.engines.{name}"
 
 
-def test_the_start_of_vllm_is_told_in_one_line(
-    engine: RolloutEngine, said: dict[type[RolloutEngine], list[str]]
-) -> None:
-    lines = [message for message in said[type(engine)] if message.startswith("vLLM")]
+def test_the_start_of_vllm_is_told_in_one_line(engine: RolloutEngine, said: dict[str, list[str]]) -> None:
+    adapter = getattr(engine, "adapter", None)
+    lines = [message for message in said.popitem()[1] if message.startswith("vLLM")]
     method = "UnquantizedLinearMethod"
-    off = f"without shared weights: only Marlin's layout can be shared, and vLLM's kernels are {method}"
-    told = rf"vLLM [\d.]+ \({method}\): LoRA on 14 linears; {off}; started in \d+ s"
+    off = "without shared weights: vLLM's CPU build repacks them"
+    merged = ", merged copies of 14 linears" if adapter == "merged" else ""
+    told = rf"vLLM [\d.]+ \({method}\): LoRA on 14 linears{merged}; {off}; started in \d+ s"
     assert len(lines) == isinstance(engine, VLLMEngine) and all(re.fullmatch(told, line) for line in lines)
 
 
 def test_memory_is_that_of_the_weights_the_adapter_and_the_cache(engine: RolloutEngine, reference: PeftModel) -> None:
-    sizes = {"weights": 0.0, "adapter": 0.0}
+    sizes, linears = {"weights": 0.0, "adapter": 0.0}, 0.0
     for name, parameter in reference.named_parameters():
         sizes["adapter" if "lora_" in name else "weights"] += parameter.nbytes / 2**30
+        linears += parameter.nbytes / 2**30 if name.endswith("base_layer.weight") else 0.0
     if isinstance(engine, VLLMEngine):  # B of q, k, v and of gate, up in blocks, zeros between: 24576 for 16384 numbers
         sizes["adapter"] *= 1.5
     found = dict(engine.memory_gib())
+    copies = linears if getattr(engine, "adapter", None) == "merged" else 0.0
+    assert found.pop("merged", 0.0) == pytest.approx(copies)
     assert found.pop("kv_cache", 0.25) == pytest.approx(0.25, rel=0.05)
     assert found.pop("releasable", 0.0) == found.pop("released", 0.0) == 0.0  # on a CPU no engine sleeps
     expected = sum(sizes.values()) if "weights" in found else sizes["adapter"]  # vLLM's CPU build hides its weights
@@ -212,7 +214,7 @@ def test_an_engine_that_shares_nothing_says_what_that_costs(
     caplog.set_level(logging.INFO)
     assert engine.shared_weights() is None
     if isinstance(engine, VLLMEngine):  # the other has a dense copy of its own by design
-        assert re.search(r"own copy of the base, 0\.00135 GiB: only Marlin's layout can be shared", caplog.text)
+        assert re.search(r"own copy of the base, 0\.00135 GiB: vLLM's CPU build repacks them", caplog.text)
 
 
 @torch.no_grad()

@@ -235,6 +235,8 @@ class RunPlan:
     engine: bool = True
     shares_weights: bool = True
     """Whether trainer and engine hold one copy of the base."""
+    merges: bool = False
+    """Whether the engine has merged copies of the linears, in 16 bits, while it samples."""
     engine_is_dense: bool = False
     """Whether the engine's copy has 16 bits (`TransformersEngine`)."""
     kv_cache_gib: float = 4.0
@@ -270,7 +272,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
         held["base model"] = 0 if full else base
     elif not full and not plan.shares_weights:
         held["base model, the engine's copy"] = dense if plan.engine_is_dense else base
-    elif not full and (unshared := shape.unshared_bytes(batch.dtype)):
+    elif not full and (unshared := shape.unshared_bytes()):
         held["base model, what the engine does not share"] = unshared
     held["trained weights"] = MASTER * trained
     if plan.engine and not full:
@@ -280,6 +282,9 @@ def run_memory(plan: RunPlan) -> RunMemory:
     held["optimizer states"] = plan.state_bytes * trained
     cuda = {CONTEXT: CUDA_CONTEXT_GIB * GIB}
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
+    if plan.merges and batch.rank:
+        adapted = shape.linear_weights - (shape.mlp_weights if shape.experts else 0)
+        kv["engine: merged copies"] = float(size * adapted)
     buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
     prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
     rollout = {**held, **kv, **prefill, **buffers, **cuda}  # the gradients are freed before it
