@@ -13,6 +13,7 @@ import torch._dynamo
 from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize_mxfp4, quantize_nvfp4
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.engines.base import EngineSpec
 from qerl_pl.engines.vllm import compat
@@ -251,7 +252,7 @@ def test_above_a_number_of_tokens_4_bit_linears_multiply_by_their_merged_copy(
     limits = {"decode_gemm_max_tokens": None, "dense_above": 1}
     attached = attach_all(linears, limits | {"rank": 1, "targets": ["o_proj"]}, torch.bfloat16)
     before = [tensor.clone() for tensor in layer.state_dict().values()]
-    rows = attach_merged(linears, attached.lora, 2, torch.bfloat16)
+    rows = attach_merged(linears, attached.lora, 2, torch.bfloat16, nullcontext())
     a, b = attached.lora["a.o_proj"]
     a[0, 0], b[:, 0] = 1.0, torch.arange(ROWS)  # adds its row's number to the first column
     merge(rows)
@@ -267,12 +268,29 @@ def test_above_a_number_of_tokens_4_bit_linears_multiply_by_their_merged_copy(
     torch.testing.assert_close(y.float(), added.expand(tokens, ROWS), rtol=2e-2, atol=0.5)
 
 
-def test_a_copy_of_marlins_weight_adds_the_bias_in_plain_order() -> None:
-    layer = linear(True)
-    rows = attach_merged({"a": (layer, [("a", 0, ROWS)])}, {}, 0, torch.bfloat16)
+class Pool(TorchDispatchMode):
+    """Keeps what is allocated in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.held.append(func(*args, **(kwargs or {})))
+        return self.held[-1]
+
+
+def test_a_copy_of_marlins_weight_adds_the_bias_in_plain_order_and_only_copies_are_released_with_the_cache() -> None:
+    layers, pool = (linear(True), linear(True)), Pool()
+    linears = {name: (layer, [(name, 0, ROWS)]) for name, layer in zip("ab", layers, strict=True)}
+    rows = attach_merged(linears, {}, 0, torch.bfloat16, pool)
+    assert len({tensor.data_ptr() for tensor in pool.held}) == 1
+    for tensor in pool.held:
+        tensor.fill_(torch.nan)  # what a sleeping engine's memory holds when it wakes
     merge(rows)
-    y = layer.quant_method.apply(layer, torch.zeros(1, COLUMNS).bfloat16(), layer.bias)
-    assert torch.equal(y[0], BIAS)
+    for layer in layers:
+        y = layer.quant_method.apply(layer, torch.zeros(1, COLUMNS).bfloat16(), layer.bias)
+        assert torch.equal(y[0], BIAS) and layer.qerl_merged.storage_offset() % 128 == 0
 
 
 def test_copies_of_16_bit_linears_hold_their_adapter_and_those_without_one_need_none() -> None:
@@ -281,7 +299,7 @@ def test_copies_of_16_bit_linears_hold_their_adapter_and_those_without_one_need_
     linears = {"a.o_proj": (layer, [("a.o_proj", 0, ROWS)]), "a.router": (plain, [("a.router", 0, ROWS)])}
     limits = {"decode_gemm_max_tokens": None, "dense_above": None}
     attached = attach_all(linears, limits | {"rank": 1, "targets": ["o_proj"]}, torch.bfloat16)
-    rows = attach_merged(linears, attached.lora, 2, torch.bfloat16)
+    rows = attach_merged(linears, attached.lora, 2, torch.bfloat16, nullcontext())
     assert len(rows) == 1 and not hasattr(plain, "qerl_merged")
     base = layer.weight.clone()
     x = torch.eye(COLUMNS).bfloat16()[:1]
@@ -298,7 +316,7 @@ def test_a_weight_that_cannot_be_read_cannot_be_merged() -> None:
     padded = linear(False)
     padded.output_size_per_partition = ROWS - 8
     with pytest.raises(UserError, match="vLLM has a.o_proj in another layout, or padded: set VLLMEngine.adapter to"):
-        attach_merged({"a.o_proj": (padded, [("a.o_proj", 0, ROWS - 8)])}, {}, 0, torch.bfloat16)
+        attach_merged({"a.o_proj": (padded, [("a.o_proj", 0, ROWS - 8)])}, {}, 0, torch.bfloat16, nullcontext())
 
 
 def test_why_nothing_is_shared() -> None:

@@ -4,6 +4,7 @@ A copy is round(W + scaling B A), summed in float32. The base itself is never wr
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from qerl_pl.errors import UserError
 
 AdapterMode = Literal["fused", "merged", "auto"]
 
+ALIGNED = 128
+"""Elements at whose multiples a copy begins."""
 FASTER_IN_4_BITS = 64
 """Most sequences at which NVFP4 with the adapter was seen to decode faster than merged 16 bits: formats_7b.md."""
 
@@ -49,7 +52,11 @@ class MergedRows(NamedTuple):
 
 @torch.no_grad()
 def attach_merged(
-    linears: Mapping[str, tuple[Any, Sequence[FusedSlice]]], lora: LoraBuffers, above: int, dtype: torch.dtype
+    linears: Mapping[str, tuple[Any, Sequence[FusedSlice]]],
+    lora: LoraBuffers,
+    above: int,
+    dtype: torch.dtype,
+    pool: AbstractContextManager[None],
 ) -> list[MergedRows]:
     """Give vLLM's linears room for merged copies, after `linear_methods.attach_all` and before vLLM compiles them.
 
@@ -60,11 +67,12 @@ def attach_merged(
         lora: The adapter's buffers.
         above: Tokens above which 4-bit linears in Marlin's layout multiply by the copy.
         dtype: Of activations.
+        pool: In which the copies are allocated, and nothing else.
 
     Raises:
         UserError: A weight cannot be read.
     """
-    found = []
+    merged = []
     for name, (linear, slices) in linears.items():
         rows = shared_rows(linear, slices)
         if rows is None:
@@ -72,19 +80,25 @@ def attach_merged(
                 f"merged rollouts need weights that can be read; vLLM has {name} in another layout, or padded: set "
                 "VLLMEngine.adapter to fused"
             )
-        if all(weight.alpha == 1.0 for weight in rows.values()) and not any(one in lora for one in rows):
-            continue
-        shape = linear.output_size_per_partition, linear.input_size_per_partition
-        copy = torch.zeros(shape, dtype=dtype, device=next(iter(linear.parameters())).device)
+        if any(one in lora or weight.alpha != 1.0 for one, weight in rows.items()):
+            merged.append((linear, slices, rows))
+    shapes = [(linear.output_size_per_partition, linear.input_size_per_partition) for linear, *_ in merged]
+    sizes = [-(-rows * columns // ALIGNED) * ALIGNED for rows, columns in shapes]
+    with pool:
+        memory = torch.zeros(sum(sizes), dtype=dtype, device=next(iter(merged[0][0].parameters())).device)
+    found = []
+    for (linear, slices, weights), (rows, columns), part in zip(merged, shapes, memory.split(sizes), strict=True):
+        copy = part[: rows * columns].view(rows, columns)
         linear.register_buffer("qerl_merged", copy, False)
         if isinstance(linear.quant_method, FP4Method):
             linear.quant_method.merged_above = above
         else:
-            nothing = torch.zeros(1, shape[1], dtype=dtype, device=copy.device)
+            # The product of zeros is the bias, in plain order.
+            nothing = torch.zeros(1, columns, dtype=dtype, device=copy.device)
             bias = None if linear.bias is None else linear.quant_method.apply(linear, nothing, linear.bias)[0]
             linear.register_buffer("qerl_bias", bias, False)
             linear.quant_method = MergedMethod(linear.quant_method)
-        found += [MergedRows(copy[start:stop], rows[one], lora.get(one)) for one, start, stop in slices]
+        found += [MergedRows(copy[start:stop], weights[one], lora.get(one)) for one, start, stop in slices]
     return found
 
 

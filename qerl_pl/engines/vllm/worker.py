@@ -159,8 +159,8 @@ class PolicyWorker(Worker):
         self._qerl_attached = linear_methods.attach_all(linears, config, dtype)
         self._qerl_merged: list[merged.MergedRows] = []
         if above is not None:
-            with super()._maybe_get_memory_pool_context("merged"):
-                self._qerl_merged = merged.attach_merged(linears, self._qerl_attached.lora, above, dtype)
+            pool = super()._maybe_get_memory_pool_context("merged")
+            self._qerl_merged = merged.attach_merged(linears, self._qerl_attached.lora, above, dtype, pool)
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile, and capture CUDA graphs, with the Triton sampler where it serves."""
