@@ -32,6 +32,7 @@ from qerl_pl.engines.vllm.startup import (
     linear_backend,
     load_options,
     moe_backend,
+    pin_tiles,
     position_overrides,
     process_state_restored,
     register_architecture,
@@ -276,8 +277,14 @@ class VLLMEngine(RolloutEngine):
         family = family_of(config["model_type"])
         check_reads(base_format, self._missing)
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
+        sequences = self.max_num_seqs
+        if family.delta_net is not None and kv_gib is not None:  # vLLM's graphs want states for each
+            least = Shape.of(load_config(base)).sequence_kv_bytes(1, self.cache_dtype(spec.dtype))
+            sequences = min(sequences, int(kv_gib * GIB) // least)
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config)
+            if family.delta_net is not None and self._on_gpu:
+                pin_tiles()
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),
@@ -292,7 +299,7 @@ class VLLMEngine(RolloutEngine):
                 logprobs_mode="processed_logprobs",
                 hf_overrides=position_overrides(config),
                 max_model_len=length,
-                max_num_seqs=self.max_num_seqs,
+                max_num_seqs=sequences,
                 max_num_batched_tokens=self.max_num_batched_tokens
                 or (None if self._on_gpu else max(length, CPU_BATCH)),
                 # A seeded request whose prompt is split over two passes fails on a CPU.
@@ -310,7 +317,7 @@ class VLLMEngine(RolloutEngine):
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=experts or "auto",
                 additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens),
-                compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(self.max_num_seqs)
+                compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(sequences)
                 if self._on_gpu
                 else None,
             )

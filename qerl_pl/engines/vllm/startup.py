@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -75,20 +76,57 @@ def register_architecture(config: Mapping[str, Any]) -> None:
 
     names, family = config.get("architectures") or (), find_family(config.get("model_type"))
     if family is not None and family.delta_net is not None and not set(names) & set(ModelRegistry.models):
-        raise UserError(
-            f"vLLM must have a class of the text model; {vllm.__version__} has none of {', '.join(names)}: install "
-            "vllm 0.30, or use TransformersEngine"
-        )
+        if names != ["Qwen3_5ForCausalLM"] or importlib.util.find_spec(f"{_MODELS}.qwen3_5") is None:
+            raise UserError(
+                f"vLLM must have a class of the text model; {vllm.__version__} has none of {', '.join(names)}: install "
+                "vllm 0.25.1 or 0.30, or use TransformersEngine"
+            )
+        ModelRegistry.register_model(names[0], text_model())
     for name in names:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
-def position_overrides(config: Mapping[str, Any]) -> dict[str, int]:
-    """Keys of config.json that vLLM must read otherwise to run a model with YaRN up to its longest sequence.
+_MODELS = "vllm.model_executor.models"
 
-    Qwen's model cards add `rope_scaling` and leave `max_position_embeddings` as it was. vLLM 0.30 expects that this key
-    counts YaRN's factor, and refuses longer sequences; 0.25 multiplies by itself. Frequencies do not depend on it.
+
+def text_model() -> type:
+    """Qwen3.5's text model for the registry of vLLM 0.25, which has it inside the multimodal model alone.
+
+    It computes the same, but does not say that its layers have states: the multimodal class does.
+    """
+    from vllm.model_executor.models.interfaces import IsHybrid
+
+    module = importlib.import_module(f"{_MODELS}.qwen3_5")
+    text, multimodal = module.Qwen3_5ForCausalLM, module.Qwen3_5ForConditionalGeneration
+    parts = ("state_dtype_from_config", "state_shape_from_config", "state_copy_func")
+    states = {f"get_mamba_{part}": vars(multimodal)[f"get_mamba_{part}"] for part in parts}
+    return type(text.__name__, (text, IsHybrid), {"__module__": __name__, **states})
+
+
+def pin_tiles() -> None:
+    """Leave each Triton kernel of vLLM's gated delta nets its first configuration: those chosen by timing differ.
+
+    A resumed run so samples the same tokens, and a start does not compile and time a hundred of them.
+    """
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import KernelInterface
+
+    kernels = importlib.import_module("vllm.model_executor.layers.fla.ops")
+    for name in (module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")):
+        for kernel in vars(importlib.import_module(name)).values():
+            while isinstance(kernel, KernelInterface):
+                if isinstance(kernel, Autotuner):
+                    kernel.configs = kernel.configs[:1]
+                kernel = kernel.fn
+
+
+def position_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of config.json that vLLM must read otherwise, about positions.
+
+    Qwen's model cards add `rope_scaling` for YaRN and leave `max_position_embeddings` as it was. vLLM 0.30 expects that
+    this key counts YaRN's factor, and refuses longer sequences; 0.25 multiplies by itself. Frequencies do not depend on
+    it. Positions of three axes ("mrope") are one in text, and vLLM 0.25 has no others for a text model.
 
     Args:
         config: Of the model's config.json.
@@ -96,7 +134,9 @@ def position_overrides(config: Mapping[str, Any]) -> dict[str, int]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     longest = longest_sequence(config)
     yarn = rope.get("rope_type", rope.get("type")) == "yarn"
-    return {"max_position_embeddings": longest} if yarn and longest is not None else {}
+    one_axis = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    overrides: dict[str, Any] = {"rope_parameters": one_axis} if len(one_axis) < len(rope) else {}
+    return overrides | ({"max_position_embeddings": longest} if yarn and longest is not None else {})
 
 
 def end_groups_without_experts() -> None:
