@@ -12,10 +12,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from qerl_kernels import flash_linear_attention
 from qerl_kernels.backend import runs_triton
+from qerl_kernels.pointwise import rms_norm
 
 DELTA_CHUNK = 64
 """Tokens that the gated delta rule computes at once."""
+_EPS = 1e-6
+"""Added to the squared lengths of queries and keys."""
 
 
 def gated_delta_rule(
@@ -49,10 +53,18 @@ def gated_delta_rule(
         [S, value heads, value size] in the dtype of `mixed`; the state and its products are float32.
     """
     sequences, heads = len(cu_seqlens) - 1, log_decay.shape[1]
-    length = -(-max_seqlen // DELTA_CHUNK) * DELTA_CHUNK
     rows = torch.arange(len(mixed), device=mixed.device)
     sequence = torch.searchsorted(cu_seqlens, rows, right=True) - 1
     positions = rows - cu_seqlens[sequence]
+    convolved = causal_convolution(mixed, weight, positions)
+    keys = key_heads * key_size
+    q, k, v = convolved.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
+    q, k, v = (x.unflatten(-1, (count, -1)) for x, count in ((q, key_heads), (k, key_heads), (v, heads)))
+    if mixed.element_size() == 2 and runs_triton(mixed) and flash_linear_attention.available(mixed.device.type):
+        length = torch.full((key_size,), key_size**-0.5, device=mixed.device)
+        q, k = (rms_norm(x, length, _EPS / key_size) for x in (q, k))
+        return flash_linear_attention.delta_rule(q, k, v, log_decay, beta, cu_seqlens)
+    length = -(-max_seqlen // DELTA_CHUNK) * DELTA_CHUNK
     columns = torch.arange(length, device=mixed.device)
     real = columns < cu_seqlens.diff()[:, None]
     to_packed = (sequence * length + positions, (cu_seqlens[:-1, None] + columns).where(real, -1).flatten())
@@ -63,12 +75,9 @@ def gated_delta_rule(
         wide = padded.to(torch.promote_types(x.dtype, torch.float32))
         return wide.movedim((1, 3), (0, 2)).flatten(1, 2)
 
-    convolved = causal_convolution(mixed, weight, positions)
-    keys = key_heads * key_size
-    q, k, v = convolved.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
-    q, k = (_unit_length(x.unflatten(-1, (key_heads, key_size))) for x in (q, k))
+    q, k = (_unit_length(x) for x in (q, k))
     q, k = (x.repeat_interleave(heads // key_heads, dim=1) for x in (q * key_size**-0.5, k))
-    out = delta_rule_by_chunks(*(chunked(x) for x in (q, k, v.unflatten(-1, (heads, -1)), log_decay, beta)))
+    out = delta_rule_by_chunks(*(chunked(x) for x in (q, k, v, log_decay, beta)))
     padded = out.to(mixed.dtype).unflatten(1, (sequences, heads)).movedim((0, 2), (1, 3)).flatten(0, 2)
     return _SelectedRows.apply(padded, *to_packed)
 
@@ -134,7 +143,7 @@ class _Convolution(torch.autograd.Function):
 
 def _unit_length(x: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _EPS)
 
 
 def delta_rule_by_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from qerl_pl.engines.vllm.startup import (
     linear_backend,
     load_options,
     moe_backend,
-    pin_tiles,
+    pin_delta_net_tiles,
     position_overrides,
     process_state_restored,
     register_architecture,
@@ -284,7 +284,7 @@ class VLLMEngine(RolloutEngine):
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config)
             if family.delta_net is not None and self._on_gpu:
-                pin_tiles()
+                pin_delta_net_tiles()
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),

@@ -104,21 +104,12 @@ def text_model() -> type:
     return type(text.__name__, (text, IsHybrid), {"__module__": __name__, **states})
 
 
-def pin_tiles() -> None:
-    """Leave each Triton kernel of vLLM's gated delta nets its first configuration: those chosen by timing differ.
-
-    A resumed run so samples the same tokens, and a start does not compile and time a hundred of them.
-    """
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import KernelInterface
+def pin_delta_net_tiles() -> None:
+    """Have a resumed run sample the same tokens: see `qerl_kernels.triton_launch.pin_tiles`."""
+    from qerl_kernels.triton_launch import pin_tiles
 
     kernels = importlib.import_module("vllm.model_executor.layers.fla.ops")
-    for name in (module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")):
-        for kernel in vars(importlib.import_module(name)).values():
-            while isinstance(kernel, KernelInterface):
-                if isinstance(kernel, Autotuner):
-                    kernel.configs = kernel.configs[:1]
-                kernel = kernel.fn
+    pin_tiles(module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."))
 
 
 def position_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
