@@ -146,7 +146,9 @@ def _within_chunks(
     scores = grad @ update.transpose(-1, -2) * decay * scale
     of_q, of_k = of_q + scores @ k, of_k + scores.transpose(-1, -2) @ q
     of_total = (of_q * q).sum(-1) - (of_k * k).sum(-1) + of_final * ends[:, None]
-    flat = (x.transpose(1, 2)[real] for x in (of_q, of_k, -(of_update @ by_value), of_total))
-    of_q, of_k, of_read, of_total = flat
+    kept = real.flatten().nonzero().squeeze(1)
+    of_q, of_k, of_read, of_total = (
+        x.transpose(1, 2).flatten(0, 1)[kept] for x in (of_q, of_k, -(of_update @ by_value), of_total)
+    )
     of_q, of_k = (x.unflatten(1, (-1, heads)).sum(2) for x in (of_q, of_k))
     return of_q, of_k, of_read, of_total
