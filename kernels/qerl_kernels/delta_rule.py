@@ -1,7 +1,7 @@
 """Gated delta nets of packed sequences: the convolution and the recurrence (arXiv 2412.06464), each sequence by itself.
 
-PyTorch's batched products on every device, so that results and gradients repeat bit for bit with PyTorch's
-deterministic algorithms: no kernel here is chosen by timing.
+PyTorch's batched products are the reference, and the implementation where fla-core is absent. Results and gradients
+repeat bit for bit with PyTorch's deterministic algorithms: no kernel is chosen by timing.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ def gated_delta_rule(
     Queries, keys and values are SiLU of a causal convolution of each channel; queries and keys have the length 1. With
     k_t, v_t, beta_t and log decay g_t of a token, each head's state S [key size, value size], at first 0, becomes
     exp(g_t) S, then S + beta_t k_t (v_t - S^T k_t)^T; the result is S^T q_t / sqrt(key size). Several value heads share
-    a key head. The sequences are padded at their end, where nothing reaches them.
+    a key head. On a GPU fla-core computes it, see `flash_linear_attention`; in PyTorch the sequences are padded at their
+    end, where nothing reaches them.
 
     Args:
         mixed: Queries, keys and values before the convolution, [S, channels].
@@ -50,7 +51,7 @@ def gated_delta_rule(
         max_seqlen: Tokens of the longest one.
 
     Returns:
-        [S, value heads, value size] in the dtype of `mixed`; the state and its products are float32.
+        [S, value heads, value size] in the dtype of `mixed`; the state is float32, in PyTorch its products, too.
     """
     sequences, heads = len(cu_seqlens) - 1, log_decay.shape[1]
     rows = torch.arange(len(mixed), device=mixed.device)
@@ -61,8 +62,8 @@ def gated_delta_rule(
     q, k, v = convolved.split([keys, keys, mixed.shape[1] - 2 * keys], dim=-1)
     q, k, v = (x.unflatten(-1, (count, -1)) for x, count in ((q, key_heads), (k, key_heads), (v, heads)))
     if mixed.element_size() == 2 and runs_triton(mixed) and flash_linear_attention.available(mixed.device.type):
-        length = torch.full((key_size,), key_size**-0.5, device=mixed.device)
-        q, k = (rms_norm(x, length, _EPS / key_size) for x in (q, k))
+        unit = torch.full((key_size,), key_size**-0.5, device=mixed.device)
+        q, k = (rms_norm(x, unit, _EPS / key_size) for x in (q, k))
         return flash_linear_attention.delta_rule(q, k, v, log_decay, beta, cu_seqlens)
     length = -(-max_seqlen // DELTA_CHUNK) * DELTA_CHUNK
     columns = torch.arange(length, device=mixed.device)

@@ -86,7 +86,7 @@ class _DeltaRule(torch.autograd.Function):
             q, k, read, grad, of_update, total, scale=scale, **chunks
         )
         tensors = (x[0] for x in (q, k, update, total, grad, of_update, states, of_states))
-        of_q, of_k, of_read, of_total = _within_chunks(*tensors, scale, **chunks)
+        of_q, of_k, of_read, of_total = _within_chunks(*tensors, scale=scale, **chunks)
         more_k, of_v, of_beta, more_total = prepare_wy_repr_bwd(
             k, v, beta, inverse, of_read.to(k.dtype).unsqueeze(0), of_update, total, **chunks
         )
@@ -104,6 +104,7 @@ def _within_chunks(
     of_update: Tensor,
     states: Tensor,
     of_states: Tensor,
+    *,
     scale: float,
     cu_seqlens: Tensor,
     chunk_indices: Tensor,
