@@ -37,7 +37,7 @@ def gated_delta_rule(
     Queries, keys and values are SiLU of a causal convolution of each channel; queries and keys have the length 1. With
     k_t, v_t, beta_t and log decay g_t of a token, each head's state S [key size, value size], at first 0, becomes
     exp(g_t) S, then S + beta_t k_t (v_t - S^T k_t)^T; the result is S^T q_t / sqrt(key size). Several value heads share
-    a key head. On a GPU fla-core computes it, see `flash_linear_attention`; in PyTorch the sequences are padded at their
+    a key head. On a GPU fla-core computes it (`flash_linear_attention`); in PyTorch the sequences are padded at their
     end, where nothing reaches them.
 
     Args:
