@@ -1,11 +1,15 @@
 """Gated delta nets by Triton: the convolution in its interpreter, too; the recurrence of fla-core on a GPU."""
 
+import sys
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import pytest
 import torch
+import triton
 from qerl_kernels import flash_linear_attention, gated_delta_rule, select_backend
 from qerl_kernels.delta_rule import causal_convolution
+from qerl_kernels.triton_launch import pin_tiles
 from torch import Tensor
 
 from qerl_pl.policy.packed_layers import Packing
@@ -15,7 +19,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)
-def triton() -> Iterator[None]:
+def triton_backend() -> Iterator[None]:
     select_backend("triton")
     yield
     select_backend("torch")
@@ -43,6 +47,21 @@ def test_a_convolution_and_its_gradient_are_pytorchs_in_each_sequence(
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
     for ours, expected in zip(*found, strict=True):
         torch.testing.assert_close(ours, expected, **tolerance)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+def test_a_pinned_kernel_has_the_middle_one_of_its_configurations(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    @triton.heuristics({"FLAG": lambda args: True})
+    @triton.autotune([triton.Config({}, num_warps=1, num_stages=n) for n in range(count)], key=[])
+    @triton.jit
+    def kernel(out, FLAG: triton.language.constexpr):  # type: ignore[no-untyped-def]
+        pass
+
+    module = ModuleType("some_kernels")
+    vars(module).update(kernel=kernel, other=triton, number=3)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    pin_tiles([module.__name__])
+    assert [config.num_stages for config in kernel.fn.configs] == [count // 2]
 
 
 def results(inputs: Sequence[Tensor], dtype: torch.dtype, key_heads: int, packing: Packing) -> list[Tensor]:
