@@ -108,7 +108,10 @@ def pin_delta_net_tiles() -> None:
     """Have a resumed run sample the same tokens: see `qerl_kernels.triton_launch.pin_tiles`."""
     from qerl_kernels.triton_launch import pin_tiles
 
-    kernels = importlib.import_module("vllm.model_executor.layers.fla.ops")
+    package = "vllm.model_executor.layers.fla"  # in 0.25
+    if importlib.util.find_spec(package) is None:
+        package = "vllm.third_party.flash_linear_attention"
+    kernels = importlib.import_module(f"{package}.ops")
     pin_tiles(module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."))
 
 
