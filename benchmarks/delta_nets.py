@@ -18,6 +18,7 @@ own: the table is joined from what the parts have written, so a part that fails 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--run-part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.device = "cpu" if args.tiny else "cuda"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
     if args.run_part:
         result = run_part(args.run_part, args)
         atomic_write(args.out / "delta_nets" / f"{args.run_part}.json", json.dumps(result).encode())
