@@ -18,7 +18,11 @@ CHUNK = 64
 """Tokens of a chunk."""
 VERSION = "0.6.0"
 """Of the package, whose functions for a single step of the computation are not public."""
-MODULES = ("common.chunk_delta_h", "common.chunk_o", "gated_delta_rule.chunk_fwd", "gated_delta_rule.wy_fast")
+MODULES = (
+    *("common.chunk_delta_h", "common.chunk_o", "gated_delta_rule.chunk_fwd", "gated_delta_rule.wy_fast"),
+    "utils.cumsum",
+)
+"""Those of its kernels that run."""
 
 
 @functools.cache
@@ -35,7 +39,11 @@ def available(device_type: str) -> bool:
         return False
     from qerl_kernels.triton_launch import pin_tiles
 
-    pin_tiles(f"fla.ops.{module}" for module in (*MODULES, "utils.cumsum"))
+    try:
+        pin_tiles(f"fla.ops.{module}" for module in MODULES)
+    except (ImportError, AttributeError, RuntimeError, OSError) as error:  # versions that do not go together
+        log.warning("PyTorch computes gated delta nets: fla-core cannot be imported (%s)", error)
+        return False
     return True
 
 
