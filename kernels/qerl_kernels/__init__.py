@@ -19,6 +19,7 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_sizes,
     decode_gemm_supported,
 )
+from qerl_kernels.delta_rule import gated_delta_rule
 from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
 from qerl_kernels.frozen_weights import (
     DenseStack,
@@ -50,7 +51,6 @@ from qerl_kernels.reference import (
     MXFP4Tensor,
     NVFP4Tensor,
     dequantize_nvfp4,
-    gated_delta_rule,
     nvfp4_global_scale,
     quantize_mxfp4,
     quantize_nvfp4,
