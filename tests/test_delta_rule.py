@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 from qerl_kernels import flash_linear_attention, gated_delta_rule, select_backend
-from qerl_kernels.delta_rule import causal_convolution
+from qerl_kernels.delta_rule import causal_convolution, check_flash_linear_attention
 from qerl_kernels.triton_launch import pin_tiles
 from torch import Tensor
 
@@ -62,6 +62,32 @@ def test_a_pinned_kernel_has_the_middle_one_of_its_configurations(count: int, mo
     monkeypatch.setitem(sys.modules, module.__name__, module)
     pin_tiles([module.__name__])
     assert [config.num_stages for config in kernel.fn.configs] == [count // 2]
+
+
+@pytest.mark.parametrize("wrong", ["", "zeros", "no number", "another scale", "another gradient"])
+def test_a_kernel_that_computes_otherwise_is_refused_before_the_first_pass(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_steps(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, _: Tensor) -> Tensor:
+        """The recurrence by tokens, of a sequence of 70 and one of 5."""
+        rows, (heads, size) = [], v.shape[1:]
+        state = torch.zeros(heads, size, size)
+        for t in range(len(q)):
+            state = state * (0.0 if t == 70 else log_decay[t].exp()[:, None, None])
+            key = k[t].float().expand(heads, size)
+            error = v[t].float() - torch.einsum("hkv,hk->hv", state, key)
+            state = state + torch.einsum("hk,hv->hkv", key, beta[t].float()[:, None] * error)
+            rows.append(torch.einsum("hkv,hk->hv", state, q[t].float().expand(heads, size)) * size**-0.5)
+        out = torch.stack(rows)
+        if wrong == "another gradient":
+            out = 2 * out - out.detach()
+        return (out * {"zeros": 0.0, "no number": torch.nan, "another scale": 1.2}.get(wrong, 1.0)).to(v.dtype)
+
+    monkeypatch.setattr(flash_linear_attention, "_refused", refused := [])
+    monkeypatch.setattr(flash_linear_attention, "available", lambda _: not refused)
+    monkeypatch.setattr(flash_linear_attention, "delta_rule", by_steps)
+    check_flash_linear_attention(torch.device(DEVICE))
+    assert len(refused) == bool(wrong) and all("results differ by" in reason for reason in refused)
 
 
 def results(inputs: Sequence[Tensor], dtype: torch.dtype, key_heads: int, packing: Packing) -> list[Tensor]:

@@ -18,6 +18,8 @@ from qerl_kernels.pointwise import rms_norm
 
 DELTA_CHUNK = 64
 """Tokens that the gated delta rule computes at once."""
+TOLERANCE = 0.05
+"""Largest relative difference of fla-core's results in bfloat16 from PyTorch's in float32; a wrong kernel makes 1."""
 _EPS = 1e-6
 """Added to the squared lengths of queries and keys."""
 
@@ -81,6 +83,27 @@ def gated_delta_rule(
     out = delta_rule_by_chunks(*(chunked(x) for x in (q, k, v, log_decay, beta)))
     padded = out.to(mixed.dtype).unflatten(1, (sequences, heads)).movedim((0, 2), (1, 3)).flatten(0, 2)
     return _SelectedRows.apply(padded, *to_packed)
+
+
+def check_flash_linear_attention(device: torch.device) -> None:
+    """Compare fla-core's results and gradients on two short sequences with PyTorch's, and do without it if they differ.
+
+    Call it before the first forward pass: in one that is recomputed its saved tensors would be counted.
+    """
+    if not flash_linear_attention.available(device.type):
+        return
+    generator, bounds = torch.Generator().manual_seed(0), torch.tensor([0, 70, 75], dtype=torch.int32, device=device)
+    sizes = ((75, 512), (512, 4), (75, 2), (75, 2), (75, 2, 128))
+    mixed, weight, decay, beta, grad = (torch.randn(size, generator=generator).to(device) for size in sizes)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        given = [x.requires_grad_() for x in (mixed.to(dtype), -decay.exp(), beta.sigmoid().to(dtype))]
+        with torch.enable_grad():
+            out = gated_delta_rule(given[0], weight.to(dtype), given[1], given[2], 1, 128, bounds, 70)
+            found.append([out, *torch.autograd.grad(out, given, grad.to(dtype))])
+    errors = [((b.float() - a).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
+    if not all(error <= TOLERANCE for error in errors):  # nor where one is no number
+        flash_linear_attention.refuse(f"fla-core's results differ by {', '.join(f'{error:.2g}' for error in errors)}")
 
 
 class _SelectedRows(torch.autograd.Function):

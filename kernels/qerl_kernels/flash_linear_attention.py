@@ -25,11 +25,22 @@ MODULES = (
 """Those of its kernels that run."""
 
 
-@functools.cache
+_refused: list[str] = []
+
+
+def refuse(reason: str) -> None:
+    """Have `available` be false from now on."""
+    log.warning("PyTorch computes gated delta nets: %s", reason)
+    _refused.append(reason)
+
+
 def available(device_type: str) -> bool:
-    """Whether `delta_rule` runs on a kind of device; says on a GPU that the package is missing."""
-    if device_type != "cuda":
-        return False
+    """Whether `delta_rule` runs on a kind of device; says on a GPU, once, that the package is missing."""
+    return device_type == "cuda" and not _refused and _importable()
+
+
+@functools.cache
+def _importable() -> bool:
     try:
         found = version("fla-core")
     except PackageNotFoundError:
