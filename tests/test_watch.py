@@ -75,7 +75,7 @@ def act(fault: str) -> None:
         "raise": UserError("a rule; got something; a remedy"),
         "stop": Stopped(signal.SIGTERM),
         "bug": ZeroDivisionError("division by zero"),
-        "word": RuntimeError("a gloomy reward of gloo"),
+        "word": RuntimeError("a gloomy reward of gloo \ud800" + 900 * "\U0001f600"),  # longer than a message
     }[fault]
 
 

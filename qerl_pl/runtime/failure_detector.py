@@ -93,8 +93,8 @@ class FailureDetector:
         self._give_up(*self._failure)
 
     def _send(self, stopping: bool) -> None:
-        text = json.dumps([stopping, self._failure]).encode().ljust(_MESSAGE_BYTES)
-        message = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = json.dumps([stopping, self._failure], ensure_ascii=False).encode(errors="replace")
+        message = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
         for rank in self._others:
             with suppress(RuntimeError):  # it is lost, which receiving from it shows
                 self._sent.append(distributed.isend(message, rank, self._communicator.objects, _TAG))
