@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -15,13 +16,14 @@ import psutil
 import pytest
 import torch
 from fit_helpers import free_port, processes
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import distributed
 
 from qerl_pl.errors import Stopped, UserError
 from qerl_pl.runtime import failure_detector
 from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.runtime.failure_detector import FailureDetector
-from qerl_pl.runtime.strategy import signal_at_end_of_launcher
+from qerl_pl.runtime.strategy import UnobservedLauncher, signal_at_end_of_launcher
 
 
 def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
@@ -184,6 +186,40 @@ def test_the_launcher_says_how_its_process_ended(tmp_path: Path, program: str, r
         process.kill()
     lines = [line for line in errors.read_text().splitlines() if line.startswith("qerl:")]
     assert ranks[0].exitcode == status and lines == [f"qerl: rank 1: {reason}{REMEDY}"], errors.read_text()
+
+
+def start_one(program: str, errors: Path) -> None:
+    """A launcher whose process runs the program; the ranks meet after a while."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, sys.stderr.fileno())
+    launcher = UnobservedLauncher(LightningEnvironment(), 2, 1)
+    launcher.procs = [subprocess.Popen([sys.executable, "-c", program])]
+    threading.Timer(2.5, launcher.have_met.set).start()
+    launcher._observe_start()
+    launcher.procs[0].kill()
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "status"),
+    [
+        ("", "its process ended with status 0", 1),
+        ("raise SystemExit(2)", "its process ended with status 2", 2),
+        ("import os; os.kill(os.getpid(), 9)", "its process was ended by SIGKILL", 137),
+        ("import os; os.kill(os.getpid(), 15)", "its process was ended by SIGTERM", 143),
+        ("import time; time.sleep(9)", None, 0),
+    ],
+)
+def test_a_process_that_ends_before_the_ranks_have_met_ends_the_run(
+    tmp_path: Path, program: str, reason: str | None, status: int
+) -> None:
+    errors = tmp_path / "errors.log"
+    launcher = processes().Process(target=start_one, args=(program, errors))
+    launcher.start()
+    launcher.join(timeout=50)
+    launcher.kill()
+    printed = errors.read_text()
+    expected = [f"qerl: rank 1: {reason}, at the start; run the command again"] if reason else []
+    assert launcher.exitcode == status and printed.splitlines()[-1:] == expected, printed
 
 
 def start_a_rank(end: str, alive: Connection) -> None:

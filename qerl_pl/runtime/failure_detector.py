@@ -122,9 +122,11 @@ class FailureDetector:
             reason, child = "killed, or its machine or network is lost", rank - self._communicator.rank - 1
             if 0 <= child < len(self._children):
                 with suppress(subprocess.TimeoutExpired):
-                    reason, status = _exit_reason(self._children[child].wait(PERIOD))
+                    reason, status = exit_reason(self._children[child].wait(PERIOD))
             reason += "; run the command again, training with --resume auto"
-        time.sleep(2 * PERIOD)  # until all ranks know
+        time.sleep(2 * PERIOD)  # until all ranks know, and have ended
+        for process in self._children:
+            process.kill()
         if rank == self._communicator.rank and self._local_rank == 0:
             return
         if self._local_rank == reporter:
@@ -133,7 +135,8 @@ class FailureDetector:
         os._exit(status)
 
 
-def _exit_reason(status: int) -> tuple[str, int]:
+def exit_reason(status: int) -> tuple[str, int]:
+    """How a process ended, by its exit status, and the status for the run."""
     if status < 0:
         return f"its process was ended by {signal.Signals(-status).name}", 128 - status
     return f"its process ended with status {status}", status or 1

@@ -5,10 +5,11 @@ all-reduces them once an optimizer step (`Communicator.all_reduce`). Distributed
 parameter at the start, shared 4-bit weights included, and synchronise the ranks in every backward pass.
 """
 
-import atexit
 import os
 import signal
 import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ from torch import distributed, nn
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector
+from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector, exit_reason
 from qerl_pl.runtime.fork_server import signal_at_end_of_parent
 
 TIMEOUT = timedelta(days=1)
@@ -63,6 +64,8 @@ class UnwrappedDDPStrategy(DDPStrategy):
             children = self._launcher.procs if isinstance(self._launcher, UnobservedLauncher) else []
             self.failure_detector = FailureDetector(self.communicator, self.local_rank, children)
         signal_at_end_of_launcher(0)
+        if isinstance(self._launcher, UnobservedLauncher):
+            self._launcher.have_met.set()
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Set up as on a single device: DDP's setup would broadcast the module's tensors."""
@@ -96,6 +99,10 @@ class UnobservedLauncher(_SubprocessScriptLauncher):
     file is closed.
     """
 
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.have_met = threading.Event()
+
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
@@ -104,8 +111,18 @@ class UnobservedLauncher(_SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
-            atexit.register(self.wait)
+            threading.Thread(target=self._observe_start, daemon=True).start()
         return function(*args, **kwargs)
+
+    def _observe_start(self) -> None:
+        """End the run if a process ends before all ranks have met: PyTorch waits a day for it."""
+        first = self.cluster_environment.node_rank() * self.num_processes
+        while not self.have_met.wait(1.0):
+            for rank, child in enumerate(self.procs, start=first + 1):
+                if child.poll() is not None:
+                    reason, status = exit_reason(child.returncode)
+                    print(f"qerl: rank {rank}: {reason}, at the start; run the command again", file=sys.stderr)
+                    os._exit(status)
 
     def wait(self) -> int:
         """Wait for the processes; the first exit status that is not 0."""
