@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl_pl.algorithm import DrGRPO
 from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
-from qerl_pl.callbacks.completions import _markdown, _row
+from qerl_pl.callbacks.completions import _row
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.environments.contract import ToolAnswer
@@ -353,9 +353,7 @@ def test_a_dialogue_is_shown_with_what_trains_marked() -> None:
     messages = ({"role": "assistant", "content": "guess 4"}, {"role": "tool", "name": "guess", "content": "<b>|\n"})
     record = CompletionRecord("p", "question", "last turn", "7", {"total": 1.0}, False, 3, messages=messages)
     assert _row(2, record)[3] == "[assistant, trained] guess 4\n[tool guess] <b>|\n"
-    shown = _markdown(2, [record])
-    assert "> *assistant, trained*<br><strong>guess 4</strong>\n\n> *tool guess*<br>&lt;b&gt;&#124;<br>" in shown
-    assert "last turn" not in shown and "last turn" in _markdown(2, [replace(record, messages=None)])
+    assert _row(2, replace(record, messages=None))[3] == "last turn"
 
 
 def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() -> None:

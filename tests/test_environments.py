@@ -438,8 +438,9 @@ def test_the_module_of_an_environment_may_fail(tmp_path: Path) -> None:
         pool.close()
 
 
-def test_reset_and_get_reward_must_not_fail() -> None:
-    pool = EnvironmentPool(FailsToReset, time_limit=3.0, patience=0.0)
+def test_reset_and_get_reward_must_not_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qerl_pl.environments.pool.PATIENCE", (0, 0.0))
+    pool = EnvironmentPool(FailsToReset, time_limit=3.0)
     for secret, message in enumerate(
         (
             "must not fail in reset; FailsToReset: KeyError: 'secret'; correct it",

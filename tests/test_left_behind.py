@@ -229,7 +229,7 @@ def test_a_reset_that_fails_is_repeated(
     monkeypatch.setattr("qerl_pl.runtime.patience.FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("GAME_KEY", "s5")
     file = tmp_path / "resets"
-    monkeypatch.setattr(rows.running(), "patience", patience)
+    monkeypatch.setattr("qerl_pl.environments.pool.PATIENCE", (3 if patience else 0, patience))
     session = rows.open({"file": str(file), "kind": kind, "times": times})
     if error is None:
         assert session.call("look", {}).result().text == "here"
@@ -238,12 +238,6 @@ def test_a_reset_that_fails_is_repeated(
             session.opened.result()
     session.close()
     assert len(file.read_text().splitlines()) == resets
-
-
-def test_patience_is_seconds() -> None:
-    for patience in (-1.0, float("nan")):
-        with pytest.raises(UserError, match="patience with a failing reset is seconds from 0; got"):
-            EnvironmentPool(Failing, patience=patience)
 
 
 # Flags, and environments to close ------------------------------------------------------------------------------------
@@ -383,7 +377,7 @@ def test_an_environment_of_a_row_is_closed_after_its_dialogue(
     kind: str,
     warnings: int,
 ) -> None:
-    monkeypatch.setattr(rows.running(), "patience", 0.0)
+    monkeypatch.setattr("qerl_pl.environments.pool.PATIENCE", (0, 0.0))
     file = tmp_path / "closed"
     with caplog.at_level(logging.WARNING):
         session = rows.open({"file": str(file), "kind": kind})
