@@ -382,13 +382,8 @@ def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() ->
             ["Error: ValueError: first; correct"],
         ),
         ([("Error: KeyError: 'GAME_KEY'", True)], ["workers get few variables: name GAME_KEY in rollout.environment."]),
-        (
-            [("Error: ended after its time limit of 1 s", True)],
-            ["Error: ended after its time limit of 1 s; correct it"],
-        ),
         ([("Error: ValueError: once", True), ("higher", False)], []),
         ([("Error: wrong arguments", False)], []),
-        ([("higher", False)], []),
     ],
 )
 def test_a_tool_whose_every_call_raises_is_warned_of_once(
