@@ -151,7 +151,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(
     lora = LoraConfig(rank=4, dropout=dropout, targets=targets)
     folder = base if quantization == "nvfp4" else dense
     gradients = []
-    for checkpointing in (False, True, "selective"):
+    for checkpointing in (False, True, "selective", "offload"):
         settings = {"gradient_checkpointing": checkpointing, "lora": lora, "train_norms": True}
         policy = make(folder, quantization=quantization, **settings).train()
         perturb(policy)
