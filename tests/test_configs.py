@@ -431,17 +431,6 @@ def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return capsys.readouterr().out
 
 
-def test_printed_configuration_parses_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    first = printed(capsys, "fit", "-c", str(QUICKSTART), "--print_config")
-    path = tmp_path / "printed.yaml"
-    path.write_text(first)
-    assert printed(capsys, "fit", "-c", str(path), "--print_config") == first
-    assert yaml.safe_load(first)["model"]["optimizer"]["init_args"]["lr"] == 0.002
-    path.write_text(LEAST)
-    path.write_text(printed(capsys, "fit", "-c", str(path), "--print_config"))
-    assert built("fit", "-c", str(path)).model.objective == GRPO()
-
-
 def test_the_sampling_of_held_out_prompts_may_be_given_in_part(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -455,16 +444,6 @@ def test_the_sampling_of_held_out_prompts_may_be_given_in_part(
         assert settings.rollout.eval_config.sampling == expected
     one = built("test", *config("evaluate"), "--rollout.evaluation.sampling.temperature", "0.6")
     assert one.rollout.eval_config.sampling == SamplingConfig(4096, 0.6, stop=[])
-
-
-def test_the_printed_configuration_explains_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "fit", *config("gsm8k", "qwen2.5_7b"), "--print_config=comments")
-    lines = [line.strip() for line in text.splitlines()]
-    keys = [
-        (before, line) for before, line in zip(lines, lines[1:], strict=False) if re.match(r"(?!class_path)\w+:", line)
-    ]
-    bare = [line for before, line in keys if not before.startswith("#") and line != "init_args:"]
-    assert len(keys) > 150 and bare == ["accuracy:"]  # names that the file chose
 
 
 def unexplained(text: str) -> list[str]:

@@ -481,14 +481,6 @@ def pid(reward: MathAnswer) -> int:
     return reward._pool.processes.server.pid
 
 
-def test_a_request_to_end_the_job_leaves_the_grading_process_at_work() -> None:
-    reward = MathAnswer()
-    assert reward([answered("36/2")]) == [1.0]
-    first = pid(reward)
-    os.kill(first, signal.SIGTERM)
-    assert reward([answered("36/2"), answered("36/3")]) == [1.0, 0.0] and pid(reward) == first
-
-
 @pytest.mark.parametrize(("while_idle", "alone"), [(True, False), (False, False), (False, True)])
 def test_a_killed_grading_process_is_replaced_and_asked_again(while_idle: bool, alone: bool) -> None:
     reward = MathAnswer()
@@ -547,19 +539,6 @@ def test_what_the_grading_process_may_do(tmp_path: Path, action: str, denied: bo
     )
     result = subprocess.run([sys.executable, "-B", "-c", code], check=False)
     assert result.returncode == (7 if denied else 0)
-
-
-def test_math_answer_ends_its_process() -> None:
-    code = (
-        "from qerl_pl.rewards import MathAnswer, RewardSample\n"
-        "reward = MathAnswer()\n"
-        "reward([RewardSample('', '<answer>1/2</answer>', '0.5', False, 1)])\n"
-        "print(reward._pool.processes.server.pid)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=WORKER.parents[2]
-    )
-    assert not Path(f"/proc/{int(done.stdout)}").exists()
 
 
 @pytest.mark.parametrize("seconds", [0.0, math.inf, math.nan])
