@@ -39,7 +39,6 @@ def sources(path: Path, text: str) -> str:
 
 SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [
     (ROOT / "docs" / "distillation.md", "Recovering what quantization lost"),
-    (ROOT / "docs" / "distillation.md", "The full vocabulary"),
     (ROOT / "docs" / "your-own-model.md", "Mixtures of experts"),
 ]
 
@@ -106,7 +105,7 @@ def test_objectives_have_the_defaults_that_the_page_gives() -> None:
 
 
 def test_presets_of_the_correction_are_those_of_the_page() -> None:
-    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "off-policy.md")["The correction"])
+    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "objectives-and-noise.md")["The correction"])
     assert {name.strip("`") for name, *_ in rows} == set(PRESETS)
     shown = set(header[1:])
     for name, *cells in rows:
@@ -117,7 +116,7 @@ def test_presets_of_the_correction_are_those_of_the_page() -> None:
 
 
 def test_norms_of_the_advantages_are_those_of_the_page() -> None:
-    rows = pages.rows(pages.sections(ROOT / "docs" / "off-policy.md")["Advantages"])[1:]
+    rows = pages.rows(pages.sections(ROOT / "docs" / "objectives-and-noise.md")["Advantages"])[1:]
     assert [name.strip("`") for name, *_ in rows] == list(get_args(AdvantageNorm))
 
 
