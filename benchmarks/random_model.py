@@ -66,6 +66,12 @@ def config_of(shape: str) -> dict[str, Any]:
     }
 
 
+def cache_gib(shape: str, tokens: int, sequences: int) -> float:
+    """GiB of a key/value cache with room for so many sequences of so many tokens."""
+    hidden, _, layers, heads, kv_heads, _ = SHAPES[shape]
+    return 1.05 * 4 * layers * kv_heads * (hidden // heads) * (tokens + 16) * sequences / 2**30
+
+
 MIXTURES = {  # hidden, inner of an expert, layers, heads, key/value heads, head size, experts, chosen, vocabulary
     "tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
     "30b-a3b": (2048, 768, 48, 32, 4, 128, 128, 8, 151936),
