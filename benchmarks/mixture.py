@@ -269,9 +269,8 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         names = ("tokens", "seconds", "tokens_per_s", "peak_gib", "used_gib")
         cells = [[f"{row[name]:.4g}" for name in names] for row in rows]
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
-        for row in rows:
-            if "profile" in row:
-                tables += kernel_profile.tables(f"Update of {row['tokens']} tokens", row["profile"], "an update")
+        profiles = {f"update of {row['tokens']} tokens": row["profile"] for row in rows if "profile" in row}
+        tables += kernel_profile.tables(profiles, "an update")
     four_bits = "experts in MXFP4" if args.shape in random_model.GPT_OSS else "NVFP4"
     plain = {row["sequences"]: row["tokens_per_s"] for row in found.get("stock", [])}
     for part, base in (("rollout", four_bits), ("stock", "BF16, plain vLLM")):
@@ -282,9 +281,8 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
                 over = f"{rate / slow:.2f}" if slow else "–"
                 cells.append([base, row["sequences"], f"{rate:.0f}", over, f"{row['used_gib']:.4g}"])
             tables.append(report.markdown(["base", "sequences", "tokens/s", "over plain vLLM", "GPU's GiB"], cells))
-            for row in rows:
-                if "profile" in row:
-                    tables += kernel_profile.tables(f"{base}, {row['sequences']} sequences", row["profile"])
+            profiles = {f"{base}, {row['sequences']} sequences": row["profile"] for row in rows if "profile" in row}
+            tables += kernel_profile.tables(profiles)
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
