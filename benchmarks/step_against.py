@@ -62,7 +62,7 @@ def write_inputs(args: argparse.Namespace) -> None:
             random_model.write_model(folder, args.shape, device, nvfp4=kind == "nvfp4")
         else:
             quantize_checkpoint(args.folder / f"{args.shape}-bf16", folder, kind, device=args.device)
-    count = (args.steps + args.warmup) * max(size_of(size)[0] for size in args.sizes)
+    count = (args.steps + args.warmup + 1) * max(size_of(size)[0] for size in args.sizes)
     found = questions(AutoTokenizer.from_pretrained(folder), count, args.prompt_tokens)
     (args.out / "questions.json").write_text(json.dumps(found))
 

@@ -68,7 +68,8 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
         "mismatch_bound": 10.0,  # random weights: nothing to compare with
     }
     optimizer = {"class_path": "bitsandbytes.optim.AdamW8bit" if on_gpu else "torch.optim.AdamW"}
-    questions = json.loads((args.out / "questions.json").read_text())[: prompts * (args.steps + args.warmup)]
+    warmup = args.warmup + 1  # the second step, too, has a parity check, after the first sleep
+    questions = json.loads((args.out / "questions.json").read_text())[: prompts * (args.steps + warmup)]
     return {
         "seed_everything": 0,
         "model": {
@@ -103,7 +104,7 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
                 {"class_path": "qerl_pl.callbacks.RolloutCallback", "init_args": rollout},
                 {"class_path": "qerl_pl.callbacks.AdaptiveQuantizationNoise", "init_args": {"stages": 2}},
                 {"class_path": "qerl_pl.callbacks.Monitor"},
-                {"class_path": "step_ours.Steps", "init_args": {"warmup": args.warmup, "out": os.environ["STEP_OUT"]}},
+                {"class_path": "step_ours.Steps", "init_args": {"warmup": warmup, "out": os.environ["STEP_OUT"]}},
             ],
         },
     }

@@ -92,7 +92,7 @@ def parsed(description: str | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--sequences", type=int, default=8, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=2, help="that count")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them; ours has one more")
     parser.add_argument("--kv-gib", type=float, help="by default what a step needs")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a process")
     parser.add_argument("--site", nargs="+", default=[], help="PART=FOLDER: packages of that part alone")
