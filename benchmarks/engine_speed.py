@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_model import SHAPES
+from random_model import any_config
 from stock_engine import StockEngine
 from transformers import AutoConfig
 
@@ -69,7 +69,7 @@ def sampling_seconds(
 
 def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Throughput of rollouts and of decoding alone, tokens per second: median, minimum and maximum of several runs."""
-    device, vocabulary = torch.device(args.device), SHAPES[args.shape][-1]
+    device, vocabulary = torch.device(args.device), any_config(args.shape)["vocab_size"]
     for batch in args.batches:
         run = functools.partial(sampling_seconds, engine, device, prompts_of(batch, args.prompt, vocabulary))
         prefill = run(1)
@@ -84,7 +84,7 @@ def measure_speed(engine: VLLMEngine | StockEngine, args: argparse.Namespace) ->
 
 def measure_lengths(engine: VLLMEngine | StockEngine, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Throughput of rollouts whose completions have the given lengths, all running from the start."""
-    device, vocabulary = torch.device(args.device), SHAPES[args.shape][-1]
+    device, vocabulary = torch.device(args.device), any_config(args.shape)["vocab_size"]
     for count in args.counts:
         lengths = args.lengths[:count]
         prompts = prompts_of(count, args.prompt, vocabulary)
@@ -101,9 +101,9 @@ def rates(batch: int, tokens: int, seconds: list[float]) -> dict[str, Any]:
 
 def decode_sweep(engine: VLLMEngine | StockEngine, most: int, args: argparse.Namespace) -> list[Any]:
     """Milliseconds of a decode step of every 32nd number of sequences up to `most`, after prompts of 16 tokens."""
-    device, rows, tokens = torch.device(args.device), [], 64
+    device, vocabulary, rows, tokens = torch.device(args.device), any_config(args.shape)["vocab_size"], [], 64
     for sequences in range(32, most + 1, 32):
-        run = functools.partial(sampling_seconds, engine, device, prompts_of(sequences, 16, SHAPES[args.shape][-1]))
+        run = functools.partial(sampling_seconds, engine, device, prompts_of(sequences, 16, vocabulary))
         run(1)
         prefill = run(1)
         rows.append([sequences, 1e3 * (run(tokens) - prefill) / (tokens - 1)])

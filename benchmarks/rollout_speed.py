@@ -8,7 +8,8 @@
 
 A part is a base (`nvfp4`, `mxfp4`, `nf4`, `bf16`: this package's engine; `stock`: plain vLLM), a way of the adapter
 (`-fused`, `-merged`, `-auto` as `VLLMEngine.adapter`, `-bare` for none, `-marlin` without decode GEMM; plain vLLM has
-merged 16-bit weights, with `-lora` its own LoRA kernels) and `@rank`. Random weights.
+merged 16-bit weights, with `-lora` its own LoRA kernels) and `@rank`. Random weights; of gpt-oss `nvfp4` has experts in
+MXFP4, as published. Adapters are on all linears, of a mixture of experts on attention.
 The tests of the products run first; where one fails, nothing is timed. Each part has a process of its own; `--together`
 of them start at once and are measured one after the other, the others idle and asleep. The table is written anew with
 every row, with `--sweep` also a picture of decode steps. `--lengths FILE` measures completions of the lengths that
@@ -29,18 +30,8 @@ from typing import Any
 import kernel_profile
 import report
 import torch
-from engine_speed import (
-    RANK,
-    TARGETS,
-    decode_sweep,
-    measure_lengths,
-    measure_speed,
-    prompts_of,
-    random_policy,
-    timed,
-    used_gib,
-)
-from random_model import SHAPES, cache_gib, config_of, write_model
+from engine_speed import RANK, TARGETS, decode_sweep, measure_lengths, measure_speed, prompts_of, random_policy, timed
+from random_model import MIXTURES, SHAPES, any_config, cache_gib, write_model
 from report import correct
 from stock_engine import StockEngine
 
@@ -87,10 +78,11 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     base = args.folder / (kind if quantized else part)
     if not quantized:
         base.mkdir()
-        (base / "config.json").write_text(json.dumps(config_of(args.shape)))
+        (base / "config.json").write_text(json.dumps(any_config(args.shape, args.layers)))
     longest = args.prompt + max([args.tokens, *args.lengths])
     sequences = max([*args.batches, *args.counts])
-    spec = EngineSpec(base, torch.bfloat16, device, rank, TARGETS if rank else (), longest)
+    targets = TARGETS[: 4 if args.shape in MIXTURES else None] if rank else ()  # of mixtures attention alone
+    spec = EngineSpec(base, torch.bfloat16, device, rank, targets, longest)
     weights = random_policy(base, spec, None)
     begin = time.perf_counter()
     if kind == "stock":
@@ -109,7 +101,8 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     wait(part, args)
     engine.wake()
     engine.sync(weights)
-    return engine, result | {"sync_ms": 1e3 * timed(device, lambda: engine.sync(weights))}
+    seconds = timed(device, lambda: engine.sync(weights))
+    return engine, result | {"sync_ms": 1e3 * seconds, "gib": dict(engine.memory_gib())}
 
 
 def wait(part: str, args: argparse.Namespace) -> None:
@@ -127,14 +120,13 @@ def run_part(part: str, args: argparse.Namespace) -> None:
     engine, result = started(part, args)
     if isinstance(engine, StockEngine):
         wait(part, args)
-    result["gib"] = used_gib(torch.device(args.device))
     partial = args.folder / f"{part}.json.partial"
 
     def save() -> None:
         partial.write_text(json.dumps(result))
         partial.rename(args.folder / f"{part}.json")
 
-    vocabulary = SHAPES[args.shape][-1]
+    vocabulary = any_config(args.shape)["vocab_size"]
     warm_up = prompts_of(max([*args.batches, *args.counts]), args.prompt, vocabulary)
     engine.generate(warm_up, SamplingConfig(max_tokens=8))
     for name, measured in (("lengths", measure_lengths), ("speed", measure_speed)):
@@ -180,10 +172,11 @@ def tables(parts: dict[str, Any]) -> str:
     headers = ["engine", "sequences", "rollout tok/s", "range", "decode tok/s", "prefill tok/s", "ms a decode step"]
     text.append(report.markdown(headers, rows))
     starts = [
-        [title(part), f"{one['start_s']:.0f}", f"{one.get('sync_ms', 0.0):.0f}", f"{one['gib']:.1f}"]
+        [title(part), f"{one['start_s']:.0f}", f"{one.get('sync_ms', 0.0):.0f}"]
+        + [", ".join(f"{name} {gib:.1f}" for name, gib in one.get("gib", {}).items())]
         for part, one in parts.items()
     ]
-    headers = ["engine", "start s, beside the others", "sync ms", "GiB of the GPU, all parts'"]
+    headers = ["engine", "start s, beside the others", "sync ms", "GiB"]
     text.append(report.markdown(headers, starts))
     if swept := {part: dict(one["sweep"]) for part, one in parts.items() if "sweep" in one}:
         text.append("Milliseconds of a decode step after prompts of 16 tokens:")
@@ -223,10 +216,10 @@ def prepare(args: argparse.Namespace) -> None:
     """Models of random weights; those of other formats than NVFP4 are quantized from one in 16 bits."""
     device, kinds = torch.device(args.device), {split(part)[0] for part in args.parts} - {"bf16", "stock"}
     if "nvfp4" in kinds:
-        write_model(args.folder / "nvfp4", args.shape, device)
+        write_model(args.folder / "nvfp4", args.shape, device, layers=args.layers)
     for kind in sorted(kinds - {"nvfp4"}):
         if not (args.folder / "16").is_dir():
-            write_model(args.folder / "16", args.shape, device, nvfp4=False)
+            write_model(args.folder / "16", args.shape, device, nvfp4=False, layers=args.layers)
         quantize_checkpoint(args.folder / "16", args.folder / kind, kind, device=args.device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -268,7 +261,8 @@ def measure(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--shape", choices=[*SHAPES, *MIXTURES], default="7b")
+    parser.add_argument("--layers", type=int, help="by default the shape's")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parts", nargs="+", default=["stock", "nvfp4", "nvfp4-bare", "stock-lora"])
     parser.add_argument("--repeats", type=int, default=2, help="of each rollout")
@@ -289,9 +283,10 @@ def main() -> int:
     args.lengths = json.loads(args.lengths.read_text()) if args.lengths else []
     args.counts = args.counts if args.lengths else []
     if args.kv_gib is None:
-        equal = cache_gib(args.shape, args.prompt + args.tokens, max(args.batches, default=0))
+        config = any_config(args.shape, args.layers)
+        equal = cache_gib(config, args.prompt + args.tokens, max(args.batches, default=0))
         mean = sum(args.lengths) / max(len(args.lengths), 1)
-        args.kv_gib = max(equal, cache_gib(args.shape, args.prompt + mean, max(args.counts, default=0)))
+        args.kv_gib = max(equal, cache_gib(config, args.prompt + mean, max(args.counts, default=0)))
     if args.part:
         run_part(args.part, args)
         return 0

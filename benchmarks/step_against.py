@@ -90,8 +90,8 @@ def run(args: argparse.Namespace, part: str, size: str, adapter: str) -> dict[st
     name = "-".join(filter(None, ("step", part, adapter, size)))
     path, sites = args.out / f"{name}.json", dict(site.split("=") for site in args.site)
     path.unlink(missing_ok=True)
-    prompts, group, tokens = size_of(size)
-    cache = args.kv_gib or random_model.cache_gib(args.shape, args.prompt_tokens + tokens, prompts * group)
+    (prompts, group, tokens), config = size_of(size), random_model.any_config(args.shape)
+    cache = args.kv_gib or random_model.cache_gib(config, args.prompt_tokens + tokens, prompts * group)
     own = ["--kv-gib", str(cache), "--sizes", size, "--adapter", adapter, "--parts", part]
     environment = os.environ | {"STEP_OUT": str(path), "UNSLOTH_DISABLE_STATISTICS": "1"}
     folders = [sites.get(part.partition("-")[0]), os.environ.get("PYTHONPATH")]

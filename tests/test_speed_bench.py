@@ -106,12 +106,12 @@ def test_rollouts_are_compared_with_the_first_part(bench: Any) -> None:
     rates = {"stock": 100.0, "nvfp4": 150.0}
     text = module.tables(
         {
-            part: {"speed": [row | {"rollout_tokens_per_s": rate}], "start_s": 1.0, "gib": 2.0}
+            part: {"speed": [row | {"rollout_tokens_per_s": rate}], "start_s": 1.0, "gib": {"weights": 2.0}}
             for part, rate in rates.items()
         }
     )
     assert "| 8 | 100 (1.00) | 150 (1.50) |" in text
-    assert "| NVFP4 rank 32 | 8 | 150 | 1 to 2 | 80 | 9 | 100.00 |" in text
+    assert "| NVFP4 rank 32 | 8 | 150 | 1 to 2 | 80 | 9 | 100.00 |" in text and "| 1 | 0 | weights 2.0 |" in text
 
 
 def test_steps_are_compared_with_peers_of_the_same_size(bench: Any) -> None:
