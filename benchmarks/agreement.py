@@ -127,13 +127,14 @@ def main() -> None:
             for row in compare(engine, policy, prompts, args.tokens):
                 borrowed = 0 if shared is None else len(shared.linears)
                 rows.append({"way": way or "default", "borrowed": borrowed} | row)
-                write(args, rows)
+                write(args, rows, shown=False)
         del policy, shared
         engine.close()
+    write(args, rows, shown=True)
 
 
-def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Write and print what has been measured so far."""
+def write(args: argparse.Namespace, rows: list[dict[str, Any]], shown: bool) -> None:
+    """Write what has been measured so far."""
     headers = ["engine's adapter", "linears shared", "adapter", "sigma", "measured", "tokens"]
     headers += ["mean abs difference", "p99", "max", "adapter's effect, mean", "1 - ESS"]
     cells = [
@@ -146,7 +147,7 @@ def write(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     how = f", {'with' if args.graphs else 'without'} CUDA graphs, dense above {args.dense_above} tokens"
     policy = f"{args.path or 'toy policy'}, {args.quantization}, {args.start or f'random adapter {args.strength:g}'}"
     table = f"{report.markdown(headers, cells)}\n\n{policy}; {args.engine} on {args.device}{how}; nats a token"
-    report.write(args.out, f"agreement_{args.engine}_{args.device}_{args.quantization}", table, rows)
+    report.write(args.out, f"agreement_{args.engine}_{args.device}_{args.quantization}", table, rows, shown=shown)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ every row, with `--sweep` also a picture of decode steps. `--lengths FILE` measu
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -75,8 +76,10 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     """The engine of a part, with a random adapter, and what its start took."""
     device, (kind, way, rank) = torch.device(args.device), split(part)
     quantized = kind not in ("bf16", "stock")
-    base = args.folder / (kind if quantized else part)
-    if not quantized:
+    base, from_file = args.folder / (kind if quantized else part), quantized or device.type == "cpu"
+    if not quantized and from_file:
+        write_model(base, args.shape, device, nvfp4=False, layers=args.layers)
+    elif not quantized:
         base.mkdir()
         (base / "config.json").write_text(json.dumps(any_config(args.shape, args.layers)))
     longest = args.prompt + max([args.tokens, *args.lengths])
@@ -92,7 +95,7 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
         kv_cache_gib=args.kv_gib,
         max_num_seqs=sequences,
         prefix_caching=False,
-        load_format="auto" if quantized else "dummy",
+        load_format="auto" if from_file else "dummy",
         **WAYS[way],
     )
     engine.launch(spec)
@@ -100,8 +103,11 @@ def started(part: str, args: argparse.Namespace) -> tuple[VLLMEngine | StockEngi
     engine.sleep()
     wait(part, args)
     engine.wake()
+    one = functools.partial(engine.generate, prompts_of(1, args.prompt, 500), SamplingConfig(max_tokens=1))
     engine.sync(weights)
-    seconds = timed(device, lambda: engine.sync(weights))
+    one()
+    # What is merged is merged by the first rollout after a sync.
+    seconds = timed(device, lambda: (engine.sync(weights), one())) - timed(device, one)
     return engine, result | {"sync_ms": 1e3 * seconds, "gib": dict(engine.memory_gib())}
 
 
