@@ -167,14 +167,10 @@ def tables(parts: dict[str, Any]) -> str:
     rows = []
     for part, found in parts.items():
         for row in found.get("speed", []) + found.get("lengths", []):
-            spread, decode = f"{row['slowest']:.0f} to {row['fastest']:.0f}", row.get("decode_tokens_per_s")
-            cells = [row["batch"], f"{row['rollout_tokens_per_s']:.0f}", spread]
-            if decode:
-                step = f"{1e3 * row['batch'] / decode:.2f}"
-                cells += [f"{decode:.0f}", f"{row['prefill_tokens_per_s']:.0f}", step]
-            else:
-                cells += ["real lengths", "–", "–"]
-            rows.append([title(part), *cells])
+            spread, rest = f"{row['slowest']:.0f} to {row['fastest']:.0f}", ["real lengths", "–", "–"]
+            if decode := row.get("decode_tokens_per_s"):
+                rest = [f"{decode:.0f}", f"{row['prefill_tokens_per_s']:.0f}", f"{1e3 * row['batch'] / decode:.2f}"]
+            rows.append([title(part), row["batch"], f"{row['rollout_tokens_per_s']:.0f}", spread, *rest])
     headers = ["engine", "sequences", "rollout tok/s", "range", "decode tok/s", "prefill tok/s", "ms a decode step"]
     text.append(report.markdown(headers, rows))
     starts = [
