@@ -59,7 +59,7 @@ def write_inputs(args: argparse.Namespace) -> None:
         if (folder := args.folder / f"{args.shape}-{kind}").is_dir():
             continue
         if kind in ("bf16", "nvfp4"):
-            random_model.write_model(folder, args.shape, device, nvfp4=kind == "nvfp4")
+            random_model.write_model(folder, args.shape, device, nvfp4=kind == "nvfp4", codes=True)
         else:
             quantize_checkpoint(args.folder / f"{args.shape}-bf16", folder, kind, device=args.device)
     count = (args.steps + args.warmup + 1) * max(size_of(size)[0] for size in args.sizes)

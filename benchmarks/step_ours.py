@@ -61,7 +61,7 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
     engine |= {"adapter": adapter} if adapter else {}
     engine |= {"share_weights": False} if args.copies == 2 else {}
     rollout = {
-        "engine": {"class_path": "qerl_pl.engines.VLLMEngine", "init_args": engine},
+        "engine": {"class_path": args.engine, "init_args": engine if args.engine == "VLLMEngine" else {}},
         "group_size": group,
         "sampling": {"max_tokens": tokens},
         "rewards": [{"class_path": "step_ours.Spread"}],

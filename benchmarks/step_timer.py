@@ -85,6 +85,7 @@ def parsed(description: str | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["ours-nvfp4", "ours-16", "trl", "unsloth"])
     parser.add_argument("--sizes", nargs="+", default=["16x8x2048", "4x8x512"], help="prompts, completions, tokens")
+    parser.add_argument("--engine", default="VLLMEngine", help="ours")
     parser.add_argument("--adapter", nargs="+", default=[""], help="of our engine; by default its own")
     parser.add_argument("--checkpointing", default="auto", help="gradient_checkpointing of ours")
     parser.add_argument("--copies", type=int, choices=(1, 2), default=1, help="of the base, in ours")

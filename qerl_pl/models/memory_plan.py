@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from qerl_kernels import flash_attention_4
 from qerl_kernels.attention import backward_splits, head_groups
+from qerl_kernels.delta_rule import DELTA_CHUNK
 from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
-from qerl_kernels.reference import DELTA_CHUNK
 
 from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.memory import GIB, GRADIENT, MASTER
@@ -109,8 +109,8 @@ def _delta_net(shape: Shape, batch: MicroBatch) -> int:
     """
     if (net := shape.delta) is None:
         return 0
-    heads = net.heads * (32 * net.key_size + 17 * DELTA_CHUNK)
-    return batch.dtype.itemsize * net.mixed + 12 * net.keys + 42 * net.values + heads
+    heads = net.heads * (36 * net.key_size + 29 * DELTA_CHUNK) + net.key_size * net.values // 16
+    return 2 * batch.dtype.itemsize * net.mixed + 16 * net.values + heads
 
 
 def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
@@ -183,8 +183,8 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
     attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
     parts = {"MLP": mlp, "attention": attention}
-    if shape.delta is not None:  # of its gradients a quarter is alive at a time, as tensors counted on a CPU show
-        held = _delta_net(shape, batch) * (1 if batch.checkpointing is False else 5) // 4
+    if shape.delta is not None:  # of its gradients a third is alive at a time, as tensors counted on a CPU show
+        held = _delta_net(shape, batch) * (3 if batch.checkpointing is False else 4) // 3
         parts["delta net"] = tokens * (2 * size * hidden + held) + weight
     # The last norm's input in float32 and its results; the predicting states and their gradients.
     head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)

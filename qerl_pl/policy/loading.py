@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from qerl_kernels import DenseWeight, FrozenWeight, StackedWeight
+from qerl_kernels import DenseWeight, FrozenWeight, StackedWeight, check_flash_linear_attention
 from qerl_kernels.marlin import TILE
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -82,6 +82,8 @@ def load_base(
     use_gated_mlps(model)
     use_packed_attention(model)
     use_packed_delta_nets(model, config, family)
+    if family.delta_net is not None:
+        check_flash_linear_attention(device)
     attach_routing_replay(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)

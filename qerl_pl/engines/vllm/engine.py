@@ -27,6 +27,7 @@ from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.merged import AdapterMode
 from qerl_pl.engines.vllm.requests import BatchSource, completion_of, request_params
 from qerl_pl.engines.vllm.startup import (
+    REPEATABLE,
     check_reads,
     graph_settings,
     import_vllm,
@@ -38,6 +39,7 @@ from qerl_pl.engines.vllm.startup import (
     register_architecture,
     release_memory,
     runs,
+    sequences_with_states,
     vllm_errors_as_user_errors,
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
@@ -55,11 +57,6 @@ log = logging.getLogger(__name__)
 
 CPU_BATCH = 4096
 """Tokens of a forward pass on a CPU."""
-
-REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
-"""Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
-
-_LOAD_FORMATS = {"auto": "safetensors", "dummy": "dummy"}
 
 
 class VLLMEngine(RolloutEngine):
@@ -281,8 +278,9 @@ class VLLMEngine(RolloutEngine):
         family = family_of(config["model_type"])
         check_reads(base_format, self._missing)
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
+        sequences = sequences_with_states(base, self.max_num_seqs, kv_gib, self.cache_dtype(spec.dtype))
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
-            register_architecture(config)
+            register_architecture(config, spec.device)
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),
@@ -291,13 +289,13 @@ class VLLMEngine(RolloutEngine):
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
                 # By name: vLLM would prefer a second layout of the weights, which Mistral's repositories have.
                 config_format="hf",
-                **{"load_format": _LOAD_FORMATS[self.load_format], **load_options(base_format)},
+                **load_options(base_format, self.load_format),
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
                 hf_overrides=position_overrides(config),
                 max_model_len=length,
-                max_num_seqs=self.max_num_seqs,
+                max_num_seqs=sequences,
                 max_num_batched_tokens=self.max_num_batched_tokens
                 or (None if self._on_gpu else max(length, CPU_BATCH)),
                 # A seeded request whose prompt is split over two passes fails on a CPU.
@@ -315,7 +313,7 @@ class VLLMEngine(RolloutEngine):
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=experts or "auto",
                 additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens, self.adapter),
-                compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(self.max_num_seqs)
+                compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(sequences)
                 if self._on_gpu
                 else None,
             )

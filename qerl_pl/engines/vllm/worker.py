@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from qerl_pl.algorithm.noise import NormNoise
@@ -19,7 +20,7 @@ from qerl_pl.engines.vllm.startup import end_groups_without_experts
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
 from qerl_pl.models.families import family_of, noisy_norm_names
-from qerl_pl.models.memory import held_gib
+from qerl_pl.models.memory import GIB, held_gib
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -96,6 +97,7 @@ class WorkerReport:
     experts: list[str]
     """The same of its experts; empty where it has none."""
     linears: int
+    """Those in 4 bits, or all where none is."""
     decode_gemm: int
     """Linears with the decode GEMM."""
     adapted: list[str]
@@ -191,10 +193,11 @@ class PolicyWorker(Worker):
     def qerl_report(self) -> WorkerReport:
         """What the worker has loaded."""
         linears = [linear for linear, _ in self._linears().values()]
+        quantized = [linear for linear in linears if getattr(linear, "weight_scale", None) is not None]
         return WorkerReport(
             kernels=sorted({linear_methods.kernel_name(linear) for linear in linears}),
             experts=fused_experts.kernel_names(self.get_model()),
-            linears=len(linears),
+            linears=len(quantized or linears),
             decode_gemm=self._qerl_attached.decode_gemm,
             adapted=list(self._qerl_attached.lora),
             merged=len(self._qerl_merged),
@@ -224,11 +227,13 @@ class PolicyWorker(Worker):
         tensors = dict((*model.named_parameters(), *model.named_buffers()))
         adapter = {name for name in tensors if name.endswith(("qerl_a", "qerl_b"))}
         copies = {name for name in tensors if name.endswith("qerl_merged")}
+        # Several layers are parts of one storage; a gated delta net has two.
+        caches = [tensor.untyped_storage() for tensor in tree_leaves(self.model_runner.kv_caches)]
         return {
             "weights": held_gib(tensor for name, tensor in tensors.items() if name not in adapter | copies),
             "adapter": held_gib(tensors[name] for name in adapter),
             "merged": held_gib(tensors[name] for name in copies),
-            "kv_cache": held_gib(self.model_runner.kv_caches),
+            "kv_cache": sum({storage.data_ptr(): storage.nbytes() for storage in caches}.values()) / GIB,
         }
 
     @torch.inference_mode()
