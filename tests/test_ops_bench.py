@@ -5,7 +5,6 @@ from collections import Counter
 from pathlib import Path
 
 import bench_decode_gemm
-import bench_ops
 import bench_tiles
 import pytest
 import torch
@@ -26,26 +25,6 @@ def gate(folder, verdict):
     path = folder / "test_gate.py"
     path.write_text(f"def test_gate():\n    assert {verdict}\n")
     return (str(path),)
-
-
-def test_every_table_is_filled(tmp_path, torch_again):
-    assert bench_ops.run(tmp_path / "out", bench_ops.TINY, gate(tmp_path, True), commit="abc") == 0
-    results = json.loads((tmp_path / "out/ops.json").read_text())
-    weights, linear, head = (rows for rows in results.values() if isinstance(rows, list))
-    assert results["environment"]["commit"] == "abc"
-    assert len(weights) == 2 * 4 and len(linear) == 2 and len(head) == 2 * 3
-    assert all(row["p20_us"] <= row["p50_us"] <= row["p80_us"] for row in weights + head)
-    assert all(row["gpu_us"] > 0 and row["copy_us"] > 0 for row in weights)
-    assert all(row["own_ratio"] > 0 and row["shared_ratio"] > 0 for row in linear)
-    assert all(row["own_gpu_ratio"] > 0 and row["shared"]["cpu_us"] > 0 for row in linear)
-    text = (tmp_path / "out/ops.md").read_text()
-    assert text.count("| qkv 128x64 |") == 6 and "BF16 LoRA" in text
-
-
-def test_a_red_gate_reports_no_speed(tmp_path, capsys):
-    assert bench_ops.run(tmp_path / "out", bench_ops.TINY, gate(tmp_path, False)) == 1
-    assert not (tmp_path / "out").exists()
-    assert "no op is timed" in capsys.readouterr().err
 
 
 def test_the_decode_gemm_has_its_tables(tmp_path, torch_again):

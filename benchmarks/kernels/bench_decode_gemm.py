@@ -7,6 +7,7 @@ launches as in an engine; the time of those alone is taken off. Writes DIR/decod
 """
 
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_ops import vllm_marlin
 from bench_report import Row, copy_time, correct, environment, micro, parser, replayed, table
 
 GATE = ("tests/test_decode_gemm.py",)
@@ -63,6 +63,27 @@ TINY = Sizes(
     0,
     2**16,
 )
+
+
+def vllm_marlin(words: Any, x: torch.Tensor, rows: int, columns: int) -> Callable[[], Any] | None:
+    """vLLM's own product with the same weight, forward and without an adapter; None where vLLM is not installed."""
+    if importlib.util.find_spec("vllm") is None or not x.is_cuda:
+        return None
+    try:
+        from vllm.model_executor.layers.quantization.utils import marlin_utils, marlin_utils_fp4
+
+        workspace = marlin_utils.marlin_make_workspace_new(x.device)
+
+        def product() -> torch.Tensor:
+            return marlin_utils_fp4.apply_fp4_marlin_linear(
+                x, words.weight, words.scale, words.global_scale, workspace, rows, columns
+            )
+
+        product()
+    except (ImportError, TypeError, RuntimeError) as error:  # its signature differs between releases
+        sys.stderr.write(f"vLLM's Marlin product is left out: {error}\n")
+        return None
+    return product
 
 
 def random_linear(rows: int, columns: int, starts: tuple[int, ...], sizes: Sizes) -> Linear:

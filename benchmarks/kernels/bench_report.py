@@ -1,4 +1,4 @@
-"""Shared by the kernel benchmarks: timing, memory, and Markdown."""
+"""Shared by the kernel benchmarks: timing and Markdown."""
 
 import argparse
 import sys
@@ -79,34 +79,8 @@ def copy_time(count: int, device: str) -> float:
     return timed(lambda: target.copy_(source), device)[1]
 
 
-def enqueued(step: Callable[[], Any], device: str) -> float:
-    """Seconds of the CPU a call: the median time until it returns, while the GPU may still be working."""
-    seconds = []
-    for _ in range(20 if device == "cuda" else 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return sorted(seconds)[len(seconds) // 2]
-
-
 def micro(times: Times) -> Row:
     return {"p20_us": times[0] * 1e6, "p50_us": times[1] * 1e6, "p80_us": times[2] * 1e6}
-
-
-def extra_memory(step: Callable[[], None], device: str) -> float | None:
-    """GiB allocated at most during a step, beyond what was there."""
-    if device != "cuda":
-        step()
-        return None
-    step()  # compiles, tunes, and makes cuBLAS's workspace
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
 def environment(commit: str | None) -> Row:
@@ -127,53 +101,3 @@ def table(rows: list[Row], columns: dict[str, str]) -> str:
 
     lines = ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(cell(row, key) for key in columns) + " |" for row in rows])
-
-
-WEIGHT_COLUMNS = {
-    "op": "op",
-    "layer": "layer",
-    "floor_us": "floor µs",
-    "p20_us": "p20",
-    "p50_us": "p50",
-    "p80_us": "p80",
-    "gpu_us": "in a CUDA graph",
-    "percent_of_copy": "% of copy bandwidth",
-    "gpu_percent_of_copy": "% in a CUDA graph",
-    "copy_us": "copy of as many bytes",
-    "eager_p50_us": "eager PyTorch",
-}
-LINEAR_COLUMNS = {
-    "layer": "layer",
-    "tokens": "tokens",
-    "bf16.p50_us": "BF16 LoRA µs",
-    "bf16_peft.p50_us": "BF16 LoRA, as PEFT does",
-    "own.p50_us": "NVFP4, own copy",
-    "shared.p50_us": "NVFP4, Marlin layout",
-    "eager.p50_us": "NVFP4, eager dequantize",
-    "vllm_marlin_forward.p50_us": "vLLM Marlin (forward only)",
-    "own_ratio": "own : BF16",
-    "shared_ratio": "shared : BF16",
-}
-SPLIT_COLUMNS = {
-    "layer": "layer",
-    "tokens": "tokens",
-    "bf16.gpu_us": "GPU: BF16 LoRA µs",
-    "bf16_peft.gpu_us": "BF16 LoRA, as PEFT does",
-    "own.gpu_us": "NVFP4, own copy",
-    "shared.gpu_us": "NVFP4, Marlin layout",
-    "own_gpu_ratio": "own : BF16",
-    "shared_gpu_ratio": "shared : BF16",
-    "bf16.cpu_us": "CPU: BF16 LoRA µs",
-    "bf16_peft.cpu_us": "BF16 LoRA, as PEFT does",
-    "own.cpu_us": "NVFP4, own copy",
-    "shared.cpu_us": "NVFP4, Marlin layout",
-}
-HEAD_COLUMNS = {
-    "variant": "variant",
-    "tokens": "tokens",
-    "p20_us": "p20 µs",
-    "p50_us": "p50",
-    "p80_us": "p80",
-    "extra_gib": "extra GiB",
-    "note": "note",
-}

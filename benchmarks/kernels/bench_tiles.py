@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_decode_gemm import GATE, Linear, Sizes, Theirs, random_linear, rotating_linears
-from bench_ops import vllm_marlin
+from bench_decode_gemm import GATE, Linear, Sizes, Theirs, random_linear, rotating_linears, vllm_marlin
 from bench_report import Row, correct, environment, replayed, table
 
 Shape = tuple[int, int, tuple[int, ...]]
