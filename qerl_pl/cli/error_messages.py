@@ -3,7 +3,6 @@
 import re
 import textwrap
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import is_dataclass
 from difflib import get_close_matches
 from pkgutil import resolve_name
@@ -56,28 +55,18 @@ _ELSEWHERE = {
 }
 """Keys, and the last names that TRL, PEFT and others have for them."""
 _TRANSLATED = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
-_PACKAGES = {"model.objective": algorithm, "rollout.engine": engines, "data": datamodules, "trainer.logger": loggers}
-"""Keys of classes, and the packages with most of what they are set to."""
-_TYPES = {"float": "a number", "int": "a whole number", "bool": "true or false", "str": "text", "NoneType": "null"}
-_TYPES |= dict.fromkeys(("list", "tuple", "Sequence"), "a list") | {"dict": "a mapping of keys"}
-"""Plain types in messages."""
+_PACKAGES = (algorithm, datamodules, engines, loggers)
+_CLASSES = {name for package in _PACKAGES for name in dir(package) if name[0].isupper()}
+"""Names of most classes that keys are set to."""
 
 # The parts of jsonargparse's messages that are read: keys, from outside to inside, values, and what is wrong.
 _KEY = re.compile(r'Parser key "([\w.]+)":')
 _TYPED = re.compile(r"Given value: (.*)$", re.MULTILINE)  # as it stands on the command line or in a file
 _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
-_EXPECTED = re.compile(r"Expected a (?:<class '(?:collections\.abc\.)?(\w+)'>|typing\.Literal\[(.*)\])")
 _NO_KEY = re.compile(r"unrecognized arguments: --([\w.]+)|does not accept option '([\w.]+)'")
-_NO_CONFIG = re.compile(r"Unable to load config '([^']+)'")
-_ENVIRONMENT = re.compile(
-    r'Parser key "rollout.environment": Unable|Subclasses are disabled for EnvironmentConfig|'
-    r"--rollout.environment.(?:class_path|init_args)"
-)
 _NO_ARGUMENT = re.compile(r"Option '(\w+)' is not accepted")
 _CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
-_NO_CLASS = re.compile(r"(?:Expected a dot import path string: |Unexpected import path format: )(.*)()$", re.MULTILINE)
-_NO_IMPORT = re.compile(r"Problem with given class_path '(.*)':\s+(.*(?:has no attribute|No module named).*)")
-_BARE = re.compile(r"and optionally init_args, but got (.+?)\.? Got|is a protocol.*Given value: (.+)", re.DOTALL)
+_NO_IMPORT = re.compile(r"Problem with given class_path '.*':\s+(.*(?:has no attribute|No module named).*)")
 
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
@@ -119,8 +108,6 @@ def _one_line(error: BaseException) -> str:
 
 def _parsing(message: str, module: type) -> str:
     """What is wrong by jsonargparse's message of many lines, or its beginning; `module` has the keys of `model`."""
-    if _ENVIRONMENT.search(message):
-        return "rollout.environment has keys of its own; name the environment by rollout.environment.factory"
     message = re.sub(r"NestedArg\(key='([\w.]+)', val='?(.*?)'?\)", r"\1=\2", message)
     keys = list(_KEY.finditer(message))
     if not keys:
@@ -132,17 +119,15 @@ def _parsing(message: str, module: type) -> str:
         nearest = _nearest_key(name, module) if name else None
         return message if nearest is None else f"{message}; did you mean {nearest}?"
     key, start = ".".join(dict.fromkeys(match[1] for match in keys)), keys[-1].end()
-    if key == "model" and (word := _NO_CONFIG.search(message)):
-        return f"model takes a file of its keys; got {word[1]}; a class is named by --model.class_path {word[1]}"
     value = (len(keys) == 1 and _TYPED.search(message)) or _VALUE.search(message, start)
-    reason = _unknown_argument(key, message)
-    given = ("null" if value[1] == "None" else value[1]) if value else None
-    if reason is None and value and given:
-        reason = _wrong_type(key, message[start : value.start()], given, len(keys) > 1)
-    reason = reason or _no_class(key, message)
-    if reason is None and given:
-        reason = f"{key} does not take {given:.80}"
-    return reason or textwrap.shorten(message.replace("  - ", ""), 250, placeholder=" ...")
+    if reason := _unknown_argument(key, message):
+        return reason
+    if not value or not value[1]:
+        return textwrap.shorten(message.replace("  - ", ""), 250, placeholder=" ...")
+    given = "null" if value[1] == "None" else value[1]
+    absent = _NO_IMPORT.search(message)
+    meant = did_you_mean(given.rpartition(".")[2], _CLASSES).strip() or "correct it"
+    return f"{key} does not take {given:.80}{f' ({absent[1]})' if absent else ''}; {meant}"
 
 
 def _unknown_argument(key: str, message: str) -> str | None:
@@ -159,45 +144,6 @@ def _unknown_argument(key: str, message: str) -> str | None:
         meant = textwrap.shorten(meant, 200, placeholder=" ...")
         return f"{key}.{option[1]} is no argument of {owner.__name__}; {meant}"
     return None
-
-
-def _wrong_type(key: str, reasons: str, value: str, is_inner: bool) -> str | None:
-    """The message for a key of plain types that has another value; None for any other error."""
-    expected = _EXPECTED.findall(reasons)
-    if not is_inner and len(re.findall(r"\n +- ", reasons)) > len(expected):  # a class, too
-        return None
-    named = [_TYPES.get(name, choices) for name, choices in dict.fromkeys(expected)]
-    types = [f"one of {text}".replace("'", "") if ", " in text else text.strip("'") for text in named if text]
-    if types in ([], ["null"]):
-        return None
-    return f"{key} takes {' or '.join(types)}; got {value:.80}; {_remedy(types, value)}"
-
-
-def _remedy(types: Collection[str], value: str) -> str:
-    """How to write a value that a type does not take."""
-    if "a list" in types and value != "null":
-        return f"write [{value.strip('[]'):.80}]"
-    with suppress(ValueError):
-        if "a whole number" in types and (number := float(value)).is_integer():
-            return f"write {number:.0f}"
-    return "correct it"
-
-
-def _no_class(key: str, message: str) -> str | None:
-    """The message for a class that is not there, or not named before its arguments; None for any other error."""
-    if bare := _BARE.search(message):
-        remedy = f"put --{key} CLASS before them, or class_path and init_args into the file"
-        return f"{key} needs a class before its arguments; got {bare[1] or bare[2]:.80}; {remedy}"
-    found = _NO_CLASS.search(message) or _NO_IMPORT.search(message)
-    if found is None:
-        return None
-    if key in CALLBACKS:
-        remedy = f"write --{key} null for none, --{key} {{}} for its defaults, or its keys; --resume names a checkpoint"
-        return f"{key} takes the settings of a callback; got {found[1]:.80}; {remedy}"
-    known = vars(_PACKAGES[key]) if key in _PACKAGES else {}
-    nearest = get_close_matches(found[1].rpartition(".")[2], [name for name in known if name[0].isupper()], cutoff=0.5)
-    remedy = f"did you mean {' or '.join(nearest)}?" if nearest else "correct it"
-    return f"{key} takes a class or its import path; got {found[1]}{found[2] and f' ({found[2]})'}; {remedy}"
 
 
 def _nearest_key(key: str, module: type) -> str | None:

@@ -122,6 +122,8 @@ class UnobservedLauncher(_SubprocessScriptLauncher):
                 if child.poll() is not None:
                     reason, status = exit_reason(child.returncode)
                     print(f"qerl: rank {rank}: {reason}, at the start; run the command again", file=sys.stderr)
+                    for process in self.procs:
+                        process.kill()
                     os._exit(status)
 
     def wait(self) -> int:
