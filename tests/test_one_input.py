@@ -1,7 +1,7 @@
-"""Linears on one input share their adapters' products, and only where nothing asks for them one by one."""
+"""What linears share: an adapter's products on one input, and 16-bit copies of it, made once a forward pass."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy import packed_layers
-from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear, can_fuse_lora, shared_input_linears
+from qerl_pl.policy.adapter import cast_master_weights
+from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear, LoraLinear, can_fuse_lora, shared_input_linears
 from qerl_pl.policy.packed_layers import GatedMLP, Packing
 
 MODES: tuple[Any, ...] = (False, "selective", True)
 LAYERS = 2
+RANK = 5
+"""Where conversions of tensors that have it are counted."""
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +45,22 @@ def make(folder: Path, quantization: Any = "nvfp4", lora: LoraConfig | None = No
     return policy
 
 
-def learn(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probabilities, and gradients by the parameter's name."""
+def batch() -> tuple[Tensor, Tensor, Tensor, float]:
     tokens = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(3))
     mask = torch.zeros(2, 9, dtype=torch.bool)
     mask[:, 3:7] = True
+    return tokens, torch.tensor([9, 7]), mask, 1.0
+
+
+def learn(policy: Policy, passes: int = 1) -> tuple[Tensor, dict[str, Tensor]]:
+    """Log-probabilities of some forward passes, and gradients of all by the parameter's name."""
     torch.manual_seed(5)
-    result = policy.token_values(tokens, torch.tensor([9, 7]), mask, 1.0)[0]
-    result.sum().backward()
+    results = [policy.token_values(*batch())[0] for _ in range(passes)]
+    for result in results:
+        result.sum().backward()
     gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     policy.zero_grad()
-    return result.detach(), gradients
+    return torch.stack(results).detach(), gradients
 
 
 def learn_one_by_one(policy: Policy) -> tuple[Tensor, dict[str, Tensor]]:
@@ -189,3 +197,106 @@ def test_a_linear_that_is_called_alone_computes_with_its_own_a(quantized: Path) 
         assert all(torch.equal(linear(x), alone) for linear, alone in zip(mlp.shared_input, expected, strict=True))
         within = mlp(x.float())
     assert torch.equal(mlp(x.float()), within)  # copies of another type are not for it
+
+
+# Copies in 16 bits, made once a forward pass --------------------------------------------------------------------------
+
+
+@contextmanager
+def rounding_alone(policy: Policy) -> Iterator[None]:
+    """Inside the block each linear rounds its own factors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy.trained, "low_precision_copies", nullcontext)
+        yield
+
+
+class AdapterCasts(TorchDispatchMode):
+    """Counts conversions, one by one, of tensors that have the shape of a factor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ranks = {RANK, 2 * RANK, 3 * RANK}  # also one above the other
+        self.count += function is torch.ops.aten._to_copy.default and not ranks.isdisjoint(args[0].shape)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("checkpointing", MODES)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_log_probabilities_and_gradients_are_those_of_linears_that_round_alone(
+    frozen: tuple[Path, Any], dropout: float, checkpointing: Any
+) -> None:
+    policy = make(*frozen, lora=LoraConfig(rank=4, dropout=dropout), gradient_checkpointing=checkpointing)
+    with rounding_alone(policy):
+        expected, gradients = learn(policy, 2)
+    result, ours = learn(policy, 2)
+    assert torch.equal(result, expected) and len(ours) == len(gradients) == LAYERS * 7 * 2
+    for name, one in ours.items():
+        assert one.dtype == torch.float32 and one.any() and torch.equal(one, gradients[name])
+
+
+@pytest.mark.parametrize(("checkpointing", "in_backward"), [(False, 0), ("selective", 0), (True, 2 * (7 + 4))])
+def test_no_linear_rounds_alone_but_those_that_are_recomputed_whole(
+    quantized: Path, checkpointing: Any, in_backward: int
+) -> None:
+    """Of a layer's recomputation: seven B, o's and down's A, the others' one above the other."""
+    policy = make(quantized, lora=LoraConfig(rank=RANK), gradient_checkpointing=checkpointing)
+    with AdapterCasts() as forward:
+        loss = policy.token_values(*batch())[0].sum()
+    with AdapterCasts() as backward:
+        loss.backward()
+    assert (forward.count, backward.count) == (0, in_backward)
+
+
+@torch.no_grad()
+def test_nothing_computes_with_copies_of_before(quantized: Path) -> None:
+    policy = make(quantized)
+    linears = [module for module in policy.modules() if isinstance(module, LoraLinear)]
+    x = torch.randn(3, linears[0].in_features).bfloat16()
+    before, plainly = policy.token_values(*batch())[0], linears[0](x)
+    with policy.perturbed(3):  # other weights
+        with rounding_alone(policy):
+            expected = policy.token_values(*batch())[0]
+        assert torch.equal(policy.token_values(*batch())[0], expected) and not torch.equal(before, expected)
+        assert not torch.equal(linears[0](x), plainly)
+    assert torch.equal(policy.token_values(*batch())[0], before) and torch.equal(linears[0](x), plainly)
+    with pytest.raises(ZeroDivisionError), policy.trained.low_precision_copies(torch.bfloat16):
+        assert all(linear.low_precision_factors is not None for linear in linears)
+        raise ZeroDivisionError
+    assert all(linear.low_precision_factors is None for linear in linears)
+
+
+def test_no_copies_where_the_adapter_is_off_or_of_the_same_type(quantized: Path) -> None:
+    policy = make(quantized)
+    linears = [module for module in policy.modules() if isinstance(module, LoraLinear)]
+    for off, dtype, copied in ((True, torch.bfloat16, False), (False, torch.float32, False), (False, torch.half, True)):
+        with policy.trained.reference() if off else nullcontext(), policy.trained.low_precision_copies(dtype):
+            assert all((linear.low_precision_factors is not None) == copied for linear in linears)
+    # Copies of another type than the input's are not for it.
+    x = torch.randn(3, linears[0].in_features).bfloat16()
+    expected = linears[0](x)
+    with policy.trained.low_precision_copies(torch.half):
+        assert torch.equal(linears[0](x), expected)
+
+
+def test_gradients_of_copies_by_hand() -> None:
+    masters = [torch.tensor([1.0 + 2**-9, 3.0], requires_grad=True) for _ in range(3)]
+    copies = cast_master_weights([[master] for master in masters], torch.bfloat16)
+    assert all(copy.dtype == torch.bfloat16 and copy.tolist() == [1.0, 3.0] for copy in copies)
+    (2 * copies[0] + 5 * copies[2]).sum().backward()  # the second is not used
+    result = [None if m.grad is None else (m.grad.dtype, m.grad.tolist()) for m in masters]
+    assert result == [(torch.float32, [2.0, 2.0]), None, (torch.float32, [5.0, 5.0])]
+
+
+def test_copies_have_the_bits_of_one_at_a_time_on_a_gpu_too() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator().manual_seed(0)
+    bits = [torch.randint(-(2**31), 2**31, shape, generator=draw) for shape in ((32, 3584), (4099, 7), (1, 1))]
+    masters = [b.int().view(torch.float32).nan_to_num(3.0).to(device).requires_grad_() for b in bits]
+    copies = cast_master_weights([[master] for master in masters], torch.bfloat16)
+    grads = [torch.randn(copy.shape, generator=draw).bfloat16().to(device) for copy in copies]
+    result = torch.autograd.grad(copies, masters, grads)
+    for master, copy, grad, ours in zip(masters, copies, grads, result, strict=True):
+        assert torch.equal(copy, master.bfloat16()) and torch.equal(ours, grad.float())

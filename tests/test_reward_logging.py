@@ -44,22 +44,7 @@ async def takes_all_async(completions: list[str], trainer_state: Any, log_extra:
     return takes_all(completions, trainer_state, log_extra, log_metric)
 
 
-def takes_keywords(completions: list[str], *, log_metric: Any, log_extra: Any, trainer_state: Any) -> list[float]:
-    return takes_all(completions, trainer_state, log_extra, log_metric)
-
-
-class Judge:
-    """An object that TRL calls, too."""
-
-    __name__ = "judge"
-
-    def __call__(self, completions: list[str], **others: Any) -> list[float]:
-        return takes_the_rest(completions, **others)
-
-
-@pytest.mark.parametrize(
-    "function", [takes_all, takes_the_rest, takes_all_async, takes_keywords, functools.partial(takes_all), Judge()]
-)
+@pytest.mark.parametrize("function", [takes_all, takes_the_rest, takes_all_async, functools.partial(takes_all)])
 def test_a_function_is_told_the_trainers_state_and_logs_columns_and_metrics(function: Any) -> None:
     reward = RewardFunction(function, name="mine")
     for step in (4, 0):
@@ -74,12 +59,9 @@ def test_a_function_is_told_the_trainers_state_and_logs_columns_and_metrics(func
     ("call", "message"),
     [
         (lambda log_extra, log_metric: log_extra("a", [1]), "log_extra takes .* 'mine' gave 1 values of 'a' for 3;"),
-        (lambda log_extra, log_metric: log_extra("a", range(4)), "gave 4 values of 'a' for 3"),
         (lambda log_extra, log_metric: log_metric("a", "much"), "log_metric takes a number; .* gave 'much' for 'a'"),
-        (lambda log_extra, log_metric: log_metric("a", None), "log_metric takes a number; .* gave None for 'a'"),
         (lambda log_extra, log_metric: log_metric("step", 1), "the run logs itself; .* 'mine' has 'step'; choose"),
         (lambda log_extra, log_metric: log_metric("reward/mean", 1), "has 'reward/mean'; choose another, mine_mean,"),
-        (lambda log_extra, log_metric: log_metric("val/accuracy", 1), "has 'val/accuracy'; choose another, mine_acc"),
     ],
 )
 def test_what_cannot_be_logged_is_one_line(call: Any, message: str) -> None:
@@ -100,7 +82,7 @@ def test_values_of_any_type_are_logged_as_json_has_them() -> None:
     assert logged_by(logs).logged_columns == {"any": ["tensor(3)", None, "['a']"], "number": [1, 2.5, True]}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_metric_is_the_mean_over_a_rollout_on_however_many_ranks(size: int) -> None:
     def lengths(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:
         log_extra("words", [text.split() for text in completions])

@@ -140,7 +140,6 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "LOCAL_RANK": "0"}
             {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"},
             "SLURM_NTASKS_PER_NODE=1 for .* by srun --no",
         ),
-        (devices(1, 2), {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}, "SLURM_NTASKS_PER_NODE=2 for "),
         (
             devices(2),
             {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "2"},

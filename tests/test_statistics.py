@@ -121,13 +121,6 @@ def test_extra_samplings_have_metrics_of_their_own() -> None:
     assert (found["hot-1_pass@1"], found["hot-1_unanswered_frac"]) == ([0, 0.5], [0.5, 0.5])
 
 
-def test_pass_at_large_k_is_exact() -> None:
-    """One right of 256: k / 256. 3 right, 64 of 256 drawn: 1 - (192 * 191 * 190) / (256 * 255 * 254)."""
-    assert sizes(256) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
-    assert [pass_at_k(256, 1, k) for k in (1, 64, 128, 256)] == [1 / 256, 1 / 4, 1 / 2, 1.0]
-    assert pass_at_k(256, 3, 64) == pytest.approx(1 - 192 * 191 * 190 / (256 * 255 * 254), rel=1e-12)
-
-
 def test_the_curve_of_pass_at_k_has_the_intervals_of_the_metrics() -> None:
     draw = torch.Generator().manual_seed(0)
     right = torch.rand(40, generator=draw)[:, None] > torch.rand(40, 12, generator=draw)

@@ -30,10 +30,8 @@ def calls(name: str, text: str) -> list[ToolCall | None]:
         ('<think><tool_call>{"name": "now"}</tool_call></think>no', []),
         ('<tool_call>["add"]</tool_call>', [None]),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', [None]),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [None]),
         (f"<tool_call>{DEEP}</tool_call>", [None]),
         (f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * 63}{"]" * 63}}}}}</tool_call>', [None]),
-        ("<tool_call></tool_call>", [None]),
     ],
 )
 def test_hermes(text: str, expected: list[ToolCall | None]) -> None:
@@ -115,16 +113,11 @@ PATTERN = r"(?P<name>write)\((?P<arguments>\{.*?\})\)"
     ("name", "text", "expected"),
     [
         ("hermes", HERMES, [WROTE]),
-        ("hermes", f"I think.\n</think>\n{HERMES}\n{HERMES}", [WROTE, WROTE]),
         ("hermes", f"<think>maybe {HERMES} or <tool_call>{{</think>{AS_TEXT}", [WROTE]),
         ("hermes", f"<think></think>{HERMES}<think><tool_call>{{</think>then{HERMES}", [WROTE, WROTE]),
-        ("hermes", f"a <tool_call>{{ in reasoning</think>{HERMES}", [WROTE]),
         ("hermes", HERMES.replace("</tool_call>", " and more</tool_call>"), [None]),
-        ("hermes", '<tool_call>{"name": "write", "arguments": {"a": "</tool_call>}', [None]),
         ("llama3_json", LLAMA, [WROTE]),
         ("llama3_json", f"{{it}} is </think> so <think>{LLAMA}</think>\n{LLAMA}; {LLAMA}", [WROTE, WROTE]),
-        ("llama3_json", f"<|python_tag|>{LLAMA}", [WROTE]),
-        (PATTERN, f"write({json.dumps(MARKED)})", [WROTE]),
         (PATTERN, f"write( </think> write({json.dumps(MARKED)})", [WROTE]),
         (GUESS, "guess 1 </think> guess 2 <think>guess 3</think> guess 2", [ToolCall("guess", {"number": 2})] * 2),
     ],
