@@ -210,8 +210,10 @@ class NVFP4Format(PackedFormat):
         """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
         if any(name.endswith(self.dropped) for name in tensors):
             log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
+        stored = set(tensors)
         names = [name for name in tensors if name.endswith(".weight_global_scale")]
-        groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
+        members = (fused_group(name.removesuffix("_global_scale")) for name in names)
+        groups = dict.fromkeys(tuple(one for one in group if {one, f"{one}_packed"} & stored) for group in members)
         held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])
         for group in groups:
             scales = {member: held[f"{member}_global_scale"].item() for member in group}
