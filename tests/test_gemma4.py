@@ -23,13 +23,14 @@ from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.models import memory_plan
 from qerl_pl.models.families import family_of, linear_shapes
 from qerl_pl.models.folder import TensorFiles, read_config
-from qerl_pl.models import memory_plan
 from qerl_pl.models.memory_plan import MicroBatch, activation_bytes
 from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.policy.packed_layers import PackedAttention
+from qerl_pl.policy.packed_layers import PackedAttention, Packing, attention_of_rows
+from qerl_pl.runtime.random_state import deterministic
 
 THREE = ["sliding_attention", "sliding_attention", "full_attention"]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -199,7 +200,7 @@ def test_a_layer_without_v_shares_the_scale_of_q_and_k_alone(tmp_path: Path) -> 
     assert torch.equal(stored[name], stored[name.replace("k_proj", "q_proj")])
     format_of(folder).check(TensorFiles(folder))
     save_file(stored | {name: 2 * stored[name]}, folder / "model.safetensors")
-    with pytest.raises(UserError, match="must share one global scale; got model.layers.1.self_attn.q_proj.weight=.*k_p"):
+    with pytest.raises(UserError, match="must share one global scale; got model.layers.1.self_attn.q_proj.weight=.*k"):
         format_of(folder).check(TensorFiles(folder))
 
 
@@ -242,3 +243,24 @@ def test_keys_reach_the_rows_of_keys_and_of_values() -> None:
     with torch.inference_mode():
         out: Tensor = linear.quant_method.apply(linear, torch.tensor([[1.0, 7.0]]))
     assert out.tolist() == [[0, 0, 0, 0, 6, 10, 6, 10]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("heads", "keys", "size"), [(32, 4, 512), (8, 8, 320)])
+def test_a_gpus_attention_of_larger_heads_is_near_and_repeats(heads: int, keys: int, size: int) -> None:
+    """bfloat16 against float32, and the same bits twice."""
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor([700, 1, 1200], device="cuda"), 1200)
+    inputs = [torch.randn(1901, count, size, device="cuda").bfloat16() for count in (heads, keys, keys)]
+    direction = torch.randn(1901, heads, size, device="cuda").bfloat16()
+
+    def results(dtype: torch.dtype) -> list[Tensor]:
+        given = [tensor.to(dtype).requires_grad_() for tensor in inputs]
+        with deterministic():
+            out = attention_of_rows(*given, packing, size**-0.5)
+            return [out.detach(), *torch.autograd.grad(out, given, direction.to(dtype))]
+
+    exact, found, again = results(torch.float32), results(torch.bfloat16), results(torch.bfloat16)
+    for expected, one, other in zip(exact, found, again, strict=True):
+        assert torch.equal(one, other) and (one - expected).norm() < 0.01 * expected.norm()

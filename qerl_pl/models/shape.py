@@ -87,6 +87,8 @@ class Shape:
     """Experts that a token is given to; 0 for a dense MLP."""
     dense_attention: bool = False
     """Whether attention's linears have 16 bits beside 4-bit experts."""
+    dense_weights: int = 0
+    """Weights of the layers' linears that a checkpoint with 4-bit ones has in 16 bits."""
     soft_capped: bool = False
     """Whether attention's scores have a soft cap: they are in memory then, as flash attention has none."""
     normed_outputs: bool = False
@@ -158,7 +160,7 @@ class Shape:
 
     @property
     def kinds(self) -> tuple["Shape", ...]:
-        """Shapes of layers whose heads are alike: of all, or of those with a window and of those with full attention."""
+        """Of layers with heads alike: this one, or that of layers with a window and that of those without."""
         if self.full is None:
             return (self,)
         others = replace(self, full=None, full_layers=(), layers=self.layers - self.full.layers)
@@ -212,7 +214,7 @@ class Shape:
     def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
         """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
         packed = self.mlp_weights if self.dense_attention else self.linear_weights
-        packed -= self.delta_layers * self._weights(DELTA_NET[2:4])
+        packed -= self.delta_layers * self._weights(DELTA_NET[2:4]) + self.dense_weights
         dense = self.linear_weights - packed + self.embedding_weights
         bits = BITS.get(quantization, 8 * dtype.itemsize)
         return packed * bits / 8 + dtype.itemsize * dense
@@ -220,10 +222,10 @@ class Shape:
     def unshared_bytes(self, dtype: torch.dtype) -> float:
         """Bytes of vLLM's base that are no part of the trainer's, where both share 4-bit weights.
 
-        Beside 4-bit experts attention in 16 bits is not shared, and Marlin's experts are padded: see `fused_experts`.
+        Linears in 16 bits are not shared; beside 4-bit experts Marlin's are padded: see `fused_experts`.
         """
         if not self.dense_attention:
-            return 0.0
+            return float(dtype.itemsize * self.dense_weights)
         width = self.intermediate_size // self.top_k
         padded = (-(-self.hidden // 256) * 256) * (-(-width // 128) * 128) / (self.hidden * width)
         return (padded - 1) * self.mlp_weights * BITS["mxfp4"] / 8 + dtype.itemsize * self.attention_weights

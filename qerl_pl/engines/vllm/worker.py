@@ -221,8 +221,9 @@ class PolicyWorker(Worker):
         """Write A [r, in] and scaling * B [out, r] of each linear; zeros where the adapter has none."""
         for name, (a, b) in self._qerl_attached.lora.items():
             if name in adapter:
-                a.copy_(adapter[name][0])
-                b.unflatten(0, (-1, len(adapter[name][1]))).copy_(adapter[name][1] * scaling)  # keys that are values: twice
+                new_a, new_b = adapter[name]
+                a.copy_(new_a)
+                b.unflatten(0, (-1, len(new_b))).copy_(new_b * scaling)  # keys that are values: twice
             else:
                 a.zero_()
                 b.zero_()
