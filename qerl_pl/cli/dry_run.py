@@ -111,10 +111,9 @@ def shape_of(config: PolicyConfig) -> Shape:
     """
     if config.path is None:
         toy = config.toy
-        sizes = {"hidden": toy.width, "intermediate_size": toy.intermediate, "q_dim": toy.width, "kv_dim": toy.width}
         return Shape(
-            **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
-            dense_attention=False, soft_capped=False, normed_outputs=False, gated=False, delta=None,
+            hidden=toy.width, intermediate_size=toy.intermediate, q_dim=toy.width, kv_dim=toy.width, layers=toy.layers,
+            heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
         )  # fmt: skip
     settings = config_in_reach(config.path)
     if not settings:

@@ -93,7 +93,7 @@ def quantize_checkpoint(
     adapter = None if loftq_rank is None else LoftQAdapter(loftq_rank, dst)
     quantizer, torch_device = named_format(format, "--format"), _device(device)
     config, tensors = _source(src, dst, quantizer if adapter is None else None)
-    if format_of(src) is quantizer:
+    if quantizer.reads_mixed and format_of(src) is quantizer:
         _copy_quantized(src, dst, quantizer, config, tensors)
         return
     family, needed = family_of(config["model_type"]), "*_proj.weight"
