@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from live_bytes import LiveBytes
+from qerl_kernels import DenseWeight
 from safetensors.torch import load_file, save_file
 from test_families import full_policy, policy_of
 from test_vllm_adapter import Base
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from qerl_pl.cli.main import main
 from qerl_pl.engines.vllm import weight_map
 from qerl_pl.engines.vllm.linear_methods import attach_adapter
+from qerl_pl.engines.vllm.merged import MergedRows, merge
 from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
@@ -243,6 +245,9 @@ def test_keys_reach_the_rows_of_keys_and_of_values() -> None:
     with torch.inference_mode():
         out: Tensor = linear.quant_method.apply(linear, torch.tensor([[1.0, 7.0]]))
     assert out.tolist() == [[0, 0, 0, 0, 6, 10, 6, 10]]
+    copy = torch.zeros(8, 2)
+    merge([MergedRows(copy[start:stop], DenseWeight(keys), lora[name]) for name, start, stop in slices[5][1:]])
+    assert copy.tolist() == [[0, 0]] * 4 + [[7, 2], [13, 4]] * 2
 
 
 @pytest.mark.gpu
