@@ -49,7 +49,7 @@ NOISY = dict.fromkeys(
     ("llama", "mistral", "qwen3", "phi3", "qwen3_moe", "gpt_oss", "qwen3_5_text"),
     ("input_layernorm", "post_attention_layernorm"),
 )
-NOISY |= dict.fromkeys(("gemma2", "gemma3_text"), ("input_layernorm", "pre_feedforward_layernorm"))
+NOISY |= dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), ("input_layernorm", "pre_feedforward_layernorm"))
 """Norms before quantized linears, by `model_type`."""
 ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
 
@@ -114,7 +114,8 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     linears = every_linear(base)
     layers = read_config(base)["num_hidden_layers"]
     per_layer = len(family_of(read_config(base)["model_type"]).projections)
-    assert set(policy.weights(0).adapter or {}) == linears and len(linears) == layers * per_layer
+    expected = layers * per_layer - (base.name == "gemma-4-nvfp4")  # whose second layer has no v
+    assert set(policy.weights(0).adapter or {}) == linears and len(linears) == expected
     packed = 0 if base.name.startswith("gpt-oss") else len(linears)  # which has experts alone in 4 bits
     assert sum(isinstance(module, FrozenLinear) for module in policy.modules()) == packed
     norms = [
@@ -124,8 +125,8 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     assert set(policy.weights(0).tensors) == {f"{name}.weight" for name in norms}
     assert list(policy.trained.norms()) == norms
     float32 = sum(isinstance(module, Float32RMSNorm) for module in policy_of(base).modules())
-    # Of Gemma all: four a layer, two of queries and keys in Gemma 3, and the last.
-    assert float32 == {"gemma-2-nvfp4": 9, "gemma-3-nvfp4": 13}.get(base.name, 4)
+    # Of Gemma all: four a layer, two of queries and keys from Gemma 3 on, and the last.
+    assert float32 == {"gemma-2-nvfp4": 9, "gemma-3-nvfp4": 13, "gemma-4-nvfp4": 13}.get(base.name, 4)
     experts = base.name.removesuffix("-nvfp4") in EXPERTS
     for kind in (PackedAttention, PackedExperts if experts else GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
@@ -241,8 +242,9 @@ def lent(base: Path) -> SharedWeights:
     """What vLLM lends on a GPU: linears and experts in Marlin's layout; tied matrices by one name or by both."""
     tensors = load_file(base / "model.safetensors")
     linears: dict[str, FrozenWeight] = {}
-    for name in sorted(every_linear(base)):
-        members = [member.removesuffix(".weight") for member in fused_group(name)]
+    names = every_linear(base)
+    for name in sorted(names):
+        members = [member for weight in fused_group(name) if (member := weight.removesuffix(".weight")) in names]
         if name != members[0] or f"{name}.weight" in tensors:  # second, or in 16 bits
             continue
         packed, scale = (torch.cat([tensors[f"{n}.weight_{kind}"] for n in members]) for kind in ("packed", "scale"))

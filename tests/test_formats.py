@@ -173,7 +173,7 @@ MORE: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "sparse": ("nvfp4", at_top(sparsity_config={"format": "sparse-24-bitmask"}), "with sparsity_config"),
     "sparse linears": ("nvfp4", at_top(sparsity_config={"format": "dense", "targets": ["Linear"]}), "sparsity_config"),
     "sparse experts": ("nvfp4", at_top(moe_sparsity_config={"top_k": 2}), "with moe_sparsity_config"),
-    "8-bit cache": ("nvfp4", at_top(kv_cache_scheme={"num_bits": 8, "type": "float"}), "with kv_cache_scheme"),
+    "8-bit cache": ("mxfp4", at_top(kv_cache_scheme={"num_bits": 8, "type": "float"}), "with kv_cache_scheme"),
     "unheard of": ("mxfp4", at_top(smoothing={"alpha": 0.5}), "with smoothing"),
     "another method": ("nvfp4", at_top(quant_method="modelopt"), "with quant_method modelopt"),
     "groups of 32": ("nvfp4", in_group(group_size=32), "with group_size 32"),
@@ -296,8 +296,7 @@ def test_nvfp4_of_modelopt_is_read_by_its_values(folders: dict[str, Path], tmp_p
     ("settings", "message"),
     [
         ({"quant_algo": "FP8"}, "modelopt"),
-        ({"quant_algo": "MIXED_PRECISION"}, "modelopt"),
-        ({"kv_cache_scheme": {"num_bits": 8}}, "modelopt with kv_cache_scheme"),
+        ({"quant_algo": "MXFP8"}, "modelopt"),
         ({"group_size": 32}, "modelopt with group_size 32"),
         ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "modelopt with weights {'num_bits': 8}"),
         ({"config_groups": "NVFP4"}, "modelopt with weights None"),

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -72,6 +73,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "phi-4-mini": Phi3Config,
     "gemma-2": Gemma2Config,
     "gemma-3": Gemma3TextConfig,
+    "gemma-4": Gemma4TextConfig,
     "qwen3-moe": Qwen3MoeConfig,
     "gpt-oss": GptOssConfig,
 }
@@ -100,6 +102,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
             "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0},
+        },
+    },
+    "gemma-4": {
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "global_head_dim": 64,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 4.0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         },
     },
     "qwen3-moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
@@ -235,6 +250,9 @@ def write_checkpoint(name: str, folder: Path, sizes: dict[str, Any] | None = Non
                     "gate_up_proj"
                 ):  # gates and ups that are cut off, at 7
                     parameter.mul_(4.0)
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("layer_scalar"):  # of Gemma 4: the checkpoint has it, though nothing trains it
+                    buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from qerl_kernels import flash_attention_4
 from qerl_kernels.selective_checkpointing import save_products
 
+MAX_HEAD_SIZE = 256
+"""Elements of the largest head that flash attention takes."""
 KEY_BLOCK = 128
 """Keys of a block of flash attention's backward pass, for heads of at most 128 elements."""
 _CALL_COST = 16
@@ -36,7 +38,7 @@ def varlen_attention(
     (not documented for the function before 2.12), or by FlashAttention 4. Selective checkpointing saves its result.
 
     Args:
-        query: [S, heads, head size], bfloat16 or float16.
+        query: [S, heads, head size], bfloat16 or float16; a head has at most `MAX_HEAD_SIZE` elements.
         key: [S, key-value heads, head size].
         value: As `key`.
         cu_seqlens: Cumulative lengths of the B sequences, int32 [B + 1].

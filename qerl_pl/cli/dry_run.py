@@ -1,7 +1,9 @@
 """`qerl fit --dry-run`: what a run needs of memory, and the longest completion that fits; loads and starts nothing."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -13,8 +15,10 @@ from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
 from qerl_pl.models.families import PROJECTIONS, check_family
+from qerl_pl.models.folder import TensorFiles
 from qerl_pl.models.memory import GIB, kv_cache_size, optimizer_bytes
 from qerl_pl.models.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
 from qerl_pl.models.shape import BITS, Shape
@@ -107,10 +111,9 @@ def shape_of(config: PolicyConfig) -> Shape:
     """
     if config.path is None:
         toy = config.toy
-        sizes = {"hidden": toy.width, "intermediate_size": toy.intermediate, "q_dim": toy.width, "kv_dim": toy.width}
         return Shape(
-            **sizes, layers=toy.layers, heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
-            dense_attention=False, soft_capped=False, normed_outputs=False, gated=False, delta=None,
+            hidden=toy.width, intermediate_size=toy.intermediate, q_dim=toy.width, kv_dim=toy.width, layers=toy.layers,
+            heads=toy.heads, vocabulary=VOCABULARY, tied=True, head_norms=False,
         )  # fmt: skip
     settings = config_in_reach(config.path)
     if not settings:
@@ -118,9 +121,13 @@ def shape_of(config: PolicyConfig) -> Shape:
             f"a dry run reads the model's config.json; {config.path} has none in reach; name a local folder as "
             "model.policy.path"
         )
-    check_family(settings, config.path)
-    check_quantization(settings, config.path, config.quantization)
-    return Shape.of(AutoConfig.for_model(**settings))
+    family, folder = check_family(settings, config.path), Path(config.path).expanduser()
+    base_format = check_quantization(settings, config.path, config.quantization)
+    shape = Shape.of(AutoConfig.for_model(**settings))
+    if base_format is DENSE or shape.dense_attention or not any(folder.glob("*.safetensors")):
+        return shape
+    stored = TensorFiles(folder).shapes()
+    return replace(shape, dense_weights=sum(math.prod(stored[name]) for name in stored if family.is_four_bits(name)))
 
 
 def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCallback | None) -> tuple[RunPlan, int]:

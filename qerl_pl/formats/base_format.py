@@ -40,6 +40,8 @@ class BaseFormat(ABC):
     """Weights along the input dimension that share a scale."""
     remedy = "set model.policy.quantization to none"
     """What a user can do about a model that it cannot store."""
+    reads_mixed = False
+    """Whether a checkpoint may have lm_head in it, and linears in FP8: they are dequantized once."""
     stores_experts = False
     """Whether it holds a mixture of experts."""
 
@@ -57,6 +59,10 @@ class BaseFormat(ABC):
     def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
         """What a `quantization_config` that it recognises asks for besides, as text; None where it is exactly this."""
         return extra_setting(quantization or {}, self.config)
+
+    def is_mixed(self, quantization: Mapping[str, Any] | None, tensors: TensorFiles) -> bool:
+        """Whether a checkpoint holds more than 4-bit linears of the layers, and the rest in 16 bits."""
+        return False
 
     def check(self, tensors: TensorFiles) -> None:  # noqa: B027
         """Raise UserError for a checkpoint that engine and trainer would read differently."""

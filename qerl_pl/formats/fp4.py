@@ -163,13 +163,39 @@ NVFP4_CONFIG = quantization_config(
     CompressionFormat.nvfp4_pack_quantized, QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn
 )
 """`quantization_config` of an NVFP4 checkpoint."""
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+MODELOPT = {"quant_method": "modelopt", "group_size": 16}
 """What a `quantization_config` of ModelOpt must say; `TensorFiles` reads the names of its tensors as the others'."""
-_FREE_OF_MODELOPT = ("config_groups", "ignore", "exclude_modules", "producer")
+_MIXED_OF_MODELOPT = "MIXED_PRECISION"
+_NVFP4_OF_MODELOPT = ("NVFP4", "W4A16_NVFP4")
+_FP8_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+"""Its algorithms: of a checkpoint, or of its layers in `quantized_layers`."""
+_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Settings of keys and values, which the policy and `VLLMEngine.kv_cache_dtype` choose."""
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale")
+_LAYERS_OF_MODELOPT = ("quantized_layers", "config_groups", "ignore", "exclude_modules")
+_FREE_OF_MODELOPT = ("quant_algo", "producer", *_LAYERS_OF_MODELOPT, *_CACHE)
 
 
 def _is_modelopt(quantization: Mapping[str, Any]) -> bool:
-    return all(quantization.get(key) == MODELOPT[key] for key in ("quant_method", "quant_algo"))
+    known = (*_NVFP4_OF_MODELOPT, _MIXED_OF_MODELOPT)
+    return quantization.get("quant_method") == MODELOPT["quant_method"] and quantization.get("quant_algo") in known
+
+
+def _groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
+    groups = quantization.get("config_groups") or {}
+    return groups if isinstance(groups, Mapping) else {"all": groups}
+
+
+def _is_fp8(group: Any) -> bool:
+    """Whether a group's weights are E4M3 floats as `TensorFiles` reads them; its activations are not looked at."""
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping) or group.get("output_activations"):
+        return False
+    float8 = (weights.get("num_bits"), weights.get("type")) == (8, "float")
+    blocks = weights.get("strategy") != "block" or weights.get("block_structure") in ([128, 128], "128x128")
+    symmetric = weights.get("symmetric") is not False and not weights.get("dynamic")
+    known = weights.get("strategy") in (None, "tensor", "channel", "block") and weights.get("group_size") in (None, 128)
+    return float8 and blocks and symmetric and known
 
 
 class NVFP4Format(PackedFormat):
@@ -179,18 +205,50 @@ class NVFP4Format(PackedFormat):
     compression = CompressionFormat.nvfp4_pack_quantized
     config = NVFP4_CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
-    dropped = ("input_global_scale",)
+    dropped = ("input_global_scale", "input_scale", *_CACHE_SCALES)
     block = 16
+    reads_mixed = True
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return super().recognises(quantization) or _is_modelopt(quantization or {})
+        others = _is_modelopt(quantization or {}) or self._has_several(quantization)
+        return others or super().recognises(quantization)
+
+    def _has_several(self, quantization: Mapping[str, Any] | None) -> bool:
+        """Whether compressed-tensors has several formats, NVFP4 among them."""
+        if quantization is None or quantization.get("format") != CompressionFormat.mixed_precision.value:
+            return False
+        groups = _groups(quantization).values()
+        mappings = all(isinstance(group, Mapping) for group in groups)
+        return mappings and any(group.get("format") == self.compression.value for group in groups)
+
+    def is_mixed(self, quantization: Mapping[str, Any] | None, tensors: TensorFiles) -> bool:
+        cache = any((quantization or {}).get(key) for key in _CACHE) or _any_ends(tensors, _CACHE_SCALES)
+        return bool(tensors.fp8) or cache or f"lm_head.{self.suffixes[0]}" in tensors
 
     def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
-        if quantization is None or not _is_modelopt(quantization):
-            return super().excess(quantization)
-        groups = quantization.get("config_groups") or {}
-        for group in groups.values() if isinstance(groups, Mapping) else [groups]:
+        if quantization is not None and _is_modelopt(quantization):
+            return self._excess_of_modelopt(quantization)
+        rest = {key: value for key, value in (quantization or {}).items() if key not in _CACHE}
+        if not self._has_several(quantization):
+            return super().excess(rest)
+        own = {}
+        for name, group in _groups(rest).items():
+            if group.get("format") == self.compression.value:
+                own[name] = group
+            elif group.get("format") != CompressionFormat.float_quantized.value or not _is_fp8(group):
+                return f"{group.get('format')} weights {group.get('weights')!s:.80}"
+        return super().excess({**rest, "format": self.compression.value, "config_groups": own})
+
+    def _excess_of_modelopt(self, quantization: Mapping[str, Any]) -> str | None:
+        mixed = quantization["quant_algo"] == _MIXED_OF_MODELOPT
+        layers = quantization.get("quantized_layers") or {}
+        for layer in layers.values() if isinstance(layers, Mapping) else [layers]:
+            if not isinstance(layer, Mapping) or layer.get("quant_algo") not in _NVFP4_OF_MODELOPT + _FP8_OF_MODELOPT:
+                return f"quantized_layers {layer!s:.80}"
+        for group in _groups(quantization).values():
             weights = group.get("weights") if isinstance(group, Mapping) else None
+            if mixed and _is_fp8(group):
+                continue
             if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("group_size")) != (4, 16):
                 return f"weights {weights!s:.80}"
             if self._quantizes_activations(group):
@@ -208,10 +266,16 @@ class NVFP4Format(PackedFormat):
 
     def check(self, tensors: TensorFiles) -> None:
         """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
-        if any(name.endswith(self.dropped) for name in tensors):
+        if _any_ends(tensors, ("input_global_scale",)):
             log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
+        if tensors.fp8:
+            log.info("%d linears in FP8 are read in 16 bits, as their activations are", len(tensors.fp8))
+        if _any_ends(tensors, _CACHE_SCALES):
+            log.info("the scales that the base has for keys and values in 8 bits are not used")
+        stored = set(tensors)
         names = [name for name in tensors if name.endswith(".weight_global_scale")]
-        groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
+        members = (fused_group(name.removesuffix("_global_scale")) for name in names)
+        groups = dict.fromkeys(tuple(one for one in group if {one, f"{one}_packed"} & stored) for group in members)
         held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])
         for group in groups:
             scales = {member: held[f"{member}_global_scale"].item() for member in group}
@@ -232,6 +296,10 @@ class NVFP4Format(PackedFormat):
     def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
         assert global_scale is not None
         return dequantize_nvfp4(codes, scales, global_scale, torch.float32)
+
+
+def _any_ends(tensors: TensorFiles, suffixes: tuple[str, ...]) -> bool:
+    return any(name.rpartition(".")[2] in suffixes for name in tensors)
 
 
 MXFP4_CONFIG = quantization_config(CompressionFormat.mxfp4_pack_quantized, QuantizationStrategy.GROUP, 32, torch.uint8)

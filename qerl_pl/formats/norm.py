@@ -64,7 +64,8 @@ def use_float32_norms(model: PreTrainedModel) -> None:
     family = family_of(model.config.model_type)
     names = noisy_norm_names(modules, family)
     assert names, f"{type(model).__name__} has no layers"
-    if family.norm_offset:
-        names = [name for name, module in modules.items() if type(module).__name__ == f"{family.classes}RMSNorm"]
+    if family.float32_norms:
+        norms = {name: one for name, one in modules.items() if type(one).__name__ == f"{family.classes}RMSNorm"}
+        names = [name for name, norm in norms.items() if "weight" in norm._parameters]
     for name in names:
         model.set_submodule(name, Float32RMSNorm.of(name, modules[name]))

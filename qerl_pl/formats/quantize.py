@@ -23,6 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from qerl_kernels import backend_for
 from torch import Tensor
 from tqdm import tqdm
+from transformers import AutoConfig
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, format_of, format_of_config, named_format
@@ -34,6 +35,7 @@ from qerl_pl.models.families import (
     family_of,
     fused_group,
     has_experts,
+    linear_shapes,
     stores_stacks,
     text_config,
     unquantized,
@@ -50,6 +52,7 @@ from qerl_pl.runtime.files import atomic_directory, build_once, cache_root, fold
 
 log = logging.getLogger(__name__)
 
+_KEY = "quantization_config"
 CHUNK = 1 << 20
 """Weights that a CPU thread rounds at a time."""
 Device = Literal["auto", "cpu", "cuda"]
@@ -69,6 +72,9 @@ def quantize_checkpoint(
     relative squared errors: the sum of (quantized - weight)**2 over the sum of weight**2. Of a model of text and images
     DST is the text model alone.
 
+    A checkpoint in the format already is copied as it is, if DST thereby has something left out: other models than that
+    of text, or what `BaseFormat.is_mixed` says, which is dequantized.
+
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
@@ -86,7 +92,10 @@ def quantize_checkpoint(
     """
     adapter = None if loftq_rank is None else LoftQAdapter(loftq_rank, dst)
     quantizer, torch_device = named_format(format, "--format"), _device(device)
-    config, tensors = _source(src, dst)
+    config, tensors = _source(src, dst, quantizer if adapter is None else None)
+    if quantizer.reads_mixed and format_of(src) is quantizer:
+        _copy_quantized(src, dst, quantizer, config, tensors)
+        return
     family, needed = family_of(config["model_type"]), "*_proj.weight"
     quantized = {name for name in tensors if family.is_four_bits(name)}
     if stores_stacks(config):
@@ -113,18 +122,19 @@ def quantize_checkpoint(
     log.info("wrote %s checkpoint %s", format.upper(), dst)
 
 
-def _source(src: Path, dst: Path) -> tuple[dict[str, Any], TensorFiles]:
-    """Config and tensors of the text model in `src`, checked.
+def _source(src: Path, dst: Path, quantizer: BaseFormat | None) -> tuple[dict[str, Any], TensorFiles]:
+    """Config and tensors of the text model in `src`, checked; in 16 bits, or in the format of `quantizer` with more.
 
     Raises:
-        UserError: `dst` exists, or `src` is no 16-bit model of a known family, or inconsistent.
+        UserError: `dst` exists, or `src` is another model, of no known family, or inconsistent.
     """
     config = read_config(src)
     inner = text_config(config, src)
     if inner is None:
         check_family(config, src)
     source = format_of(src)
-    if source is not DENSE:
+    more = inner is not None or source.is_mixed(config.get(_KEY), TensorFiles(src))
+    if source is not DENSE and not (source is quantizer and source.reads_mixed and more):
         raise UserError(
             f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
         )
@@ -135,6 +145,35 @@ def _source(src: Path, dst: Path) -> tuple[dict[str, Any], TensorFiles]:
         parts = sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors.skipped})
         log.info("left out %d tensors that are no part of the text model: %s", len(tensors.skipped), ", ".join(parts))
     return config if inner is None else inner, tensors
+
+
+def _copy_quantized(
+    src: Path, dst: Path, base_format: BaseFormat, config: Mapping[str, Any], tensors: TensorFiles
+) -> None:
+    """Write a checkpoint as `quantize_checkpoint` would: 4-bit linears as they are, all else in 16 bits.
+
+    What is dequantized gets the data type of the embeddings.
+    """
+    base_format.check(tensors)
+    dtype = tensors.first_rows(1).read("model.embed_tokens.weight").dtype
+    head, *scales = base_format.tensor_names("lm_head")
+    linears = linear_shapes(AutoConfig.for_model(**{key: config[key] for key in config if key != _KEY}))
+    dense = [name for name in linears if name == "lm_head" or base_format.tensor_names(name)[0] not in tensors]
+    with atomic_directory(dst) as folder:
+        writer = ShardWriter(folder)
+        for name in tensors:
+            if name.rpartition(".")[2] in base_format.dropped or name in scales:
+                continue
+            if name == head:
+                held = tensors.read_all([head, *scales])
+                writer.add("lm_head.weight", base_format.dense([held[one] for one in (head, *scales)], dtype))
+            else:
+                tensor = tensors.read(name)
+                writer.add(name, tensor.to(dtype) if name in tensors.fp8 else tensor)
+        writer.finish()
+        ignored = list(dict.fromkeys((*dense, *unquantized(config))))
+        copy_other_files(src, folder, {**config, _KEY: {**base_format.config, "ignore": ignored}})
+    log.info("wrote %s: a copy of %s with 4-bit linears as they are, and the rest in 16 bits", dst, src)
 
 
 def _of_stacks(quantizer: BaseFormat, source: Path) -> BaseFormat:
@@ -343,8 +382,10 @@ def in_format(source: Path, quantization: str) -> Path:
     Raises:
         UserError: The weights are quantized in another format.
     """
-    base_format = check_quantization(read_config(source), source, quantization)
-    if quantization == "none" or base_format.name == quantization:
+    config = read_config(source)
+    base_format = check_quantization(config, source, quantization)
+    mixed = base_format is not DENSE and base_format.is_mixed(config.get(_KEY), TensorFiles(source))
+    if quantization == "none" or (base_format.name == quantization and not mixed):
         return source
     requested = named_format(quantization)
     own = "" if requested in FORMATS else inspect.getsource(type(requested))  # a user may change it

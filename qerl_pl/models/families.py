@@ -66,7 +66,7 @@ class Family:
     model_type: str
     """In config.json."""
     classes: str
-    """Prefix of transformers' classes: "Qwen3" for Qwen3Attention, Qwen3MLP and Qwen3RMSNorm."""
+    """Prefix of transformers' classes: "Qwen3" for Qwen3Attention, Qwen3MLP and Qwen3RMSNorm; "Text" may follow it."""
     projections: tuple[str, ...] = PROJECTIONS
     """Linears of a layer in the order of its forward pass: q, k, v (or all in one), o, gate, up (or both in one), down;
     then those of a gated delta net. LoRA adapts them by default."""
@@ -74,7 +74,9 @@ class Family:
     """Norms of a layer before q, k, v and before gate, up: AQN perturbs them, and `train_norms` trains them. The final
     norm and norms of queries, keys and outputs feed no quantized linear."""
     norm_offset: float = 0.0
-    """What the norm adds to its weight: 1 if it multiplies by 1 + weight, in float32. Noise is added to the weight."""
+    """What the norm adds to its weight: 1 if it multiplies by 1 + weight. Noise is added to the weight."""
+    float32_norms: bool = False
+    """Whether norms multiply in float32, as `Float32RMSNorm` does, which then replaces all of them."""
     norm_eps: str = "variance_epsilon"
     """The norm's attribute that is added to the mean square."""
     normed_outputs: bool = False
@@ -82,6 +84,8 @@ class Family:
     """
     head_norms: bool = False
     """Whether queries and keys have norms."""
+    value_norm: bool = False
+    """Whether values have a norm, which has no weight."""
     positions_count_scaling: bool = False
     """Whether `max_position_embeddings` in config.json counts the factor of linear rotary scaling."""
     embedding_scale: str | None = None
@@ -97,6 +101,9 @@ class Family:
     """Whether transformers' rotary embedding has an angle for each pair of channels, not one for each channel."""
     gated_attention: bool = False
     """Whether q has for each head its query, then a gate, whose sigmoid multiplies what the head has attended to."""
+    keys_as_values: str | None = None
+    """Key of config.json with which layers of full attention have no v: their values are the keys before norm and
+    rotary embedding. In such a family the size and number of heads differ between kinds of layers, too."""
     delta_net: str | None = None
     """Name of a layer's gated delta net, if any, which some layers have in place of attention: a class of transformers
     that ends in GatedDeltaNet, with the linears `DELTA_NET`."""
@@ -145,6 +152,12 @@ class Family:
             return "model.embed_tokens"
         return name.replace(f".{self.attention_in_vllm}.", ".self_attn.")
 
+    def layers_without_values(self, config: Any) -> frozenset[int]:
+        """Layers of a transformers config whose attention has no v, as its values are its keys."""
+        if self.keys_as_values is None or not getattr(config, self.keys_as_values):
+            return frozenset()
+        return frozenset(index for index, kind in enumerate(config.layer_types) if kind == "full_attention")
+
     def mlp_widths(self, config: Any) -> tuple[int, int]:
         """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
         if self.experts is None:
@@ -157,6 +170,7 @@ _gemma = partial(
     Family,
     noisy_norms=("input_layernorm", "pre_feedforward_layernorm"),
     norm_offset=1.0,
+    float32_norms=True,
     norm_eps="eps",
     normed_outputs=True,
     embedding_scale="embed_scale",
@@ -189,6 +203,22 @@ FAMILIES = (
         positions_count_scaling=True,
         unsupported=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
     ),
+    _gemma(  # the dense text models of Gemma 4 without embeddings by layer, such as 31B
+        "gemma4_text",
+        "Gemma4",
+        norm_offset=0.0,
+        head_norms=True,
+        value_norm=True,
+        keys_as_values="attention_k_eq_v",
+        logit_cap="final_logit_softcapping",
+        unsupported=(  # E2B and E4B have the first three, the mixture of experts the last
+            "hidden_size_per_layer_input",
+            "num_kv_shared_layers",
+            "use_double_wide_mlp",
+            "enable_moe_block",
+        ),
+        assumed={"use_bidirectional_attention": (None, "vision")},
+    ),
     Family(
         "gpt_oss",
         "GptOss",
@@ -218,6 +248,7 @@ FAMILIES = (
         "Qwen3_5",
         projections=(*PROJECTIONS, *DELTA_NET),
         norm_offset=1.0,
+        float32_norms=True,
         norm_eps="eps",
         gated_attention=True,
         delta_net="linear_attn",
@@ -287,7 +318,7 @@ def logit_cap(config: PretrainedConfig) -> float | None:
 
 def family_of_class(name: str, kind: str) -> Family | None:
     """The family that has a class of transformers, such as "Qwen3RMSNorm", of a kind, such as "RMSNorm"."""
-    return next((family for family in FAMILIES if name == f"{family.classes}{kind}"), None)
+    return next((one for one in FAMILIES if name in (f"{one.classes}{kind}", f"{one.classes}Text{kind}")), None)
 
 
 def check_family(config: Mapping[str, Any], source: object) -> Family:

@@ -150,10 +150,50 @@ def _packed_names(names: Mapping[str, str]) -> dict[str, str]:
     return {stored: renamed.get(name, name) for stored, name in names.items()}
 
 
+_FP8_METHODS = ("compressed-tensors", "modelopt")
+_FP8_BLOCK = 128
+"""Rows, and columns, of a weight in FP8 that share a scale, where blocks have one."""
+
+
+def _may_have_fp8(folder: Path) -> bool:
+    """Whether `X.weight_scale` beside `X.weight` is a factor of 8-bit codes: a format of a user's own may differ."""
+    quantization = read_config(folder).get("quantization_config") or {}
+    return quantization.get("quant_method") in _FP8_METHODS
+
+
+def _dequantize_fp8(name: str, weight: Tensor, scale: Tensor, rows: int) -> Tensor:
+    """A linear's weight in float32.
+
+    Args:
+        name: For the error message.
+        weight: E4M3 codes [n, K], the first of the matrix.
+        scale: Factor of the matrix, of each row or of each block.
+        rows: Of the matrix.
+
+    Raises:
+        UserError: They are not of these kinds.
+    """
+    blocks, factors = (-(-rows // _FP8_BLOCK), -(-weight.shape[1] // _FP8_BLOCK)), None
+    if scale.numel() == 1:
+        factors = scale.reshape(1, 1)
+    elif tuple(scale.shape) in ((rows,), (rows, 1)):
+        factors = scale.reshape(rows, 1)[: len(weight)]
+    elif scale.numel() == math.prod(blocks):
+        by_row = scale.reshape(blocks).repeat_interleave(_FP8_BLOCK, 0)[: len(weight)]
+        factors = by_row.repeat_interleave(_FP8_BLOCK, 1)[:, : weight.shape[1]]
+    if factors is None or weight.dtype != torch.float8_e4m3fn:
+        raise UserError(
+            f"8-bit weights must be E4M3 floats with a scale for a matrix, a row or a block of {_FP8_BLOCK} x "
+            f"{_FP8_BLOCK}; {name} is {weight.dtype} with scales {tuple(scale.shape)}: quantize the 16-bit model"
+        )
+    return weight.float() * factors.float()
+
+
 class TensorFiles:
     """Tensors of a model folder by name, read one at a time; of a model of text and images those of the text model.
 
-    NVFP4 linears of ModelOpt have the names and the global scale that compressed-tensors gives them.
+    NVFP4 linears of ModelOpt have the names and the global scale that compressed-tensors gives them. Weights in FP8,
+    of both, are read in float32, and their scales are no tensors.
 
     Args:
         folder: Of the model.
@@ -164,9 +204,17 @@ class TensorFiles:
         self._rows: int | None = None
         files = weight_map(folder)
         self._stored = {name: stored for stored, name in _packed_names(_text_names(files)).items()}
+        fp8 = [name for name in self._stored if f"{name}_scale" in self._stored] if _may_have_fp8(folder) else []
+        self._scales = {name: self._stored.pop(f"{name}_scale") for name in fp8}
+        self._scale_files = {name: files[scale] for name, scale in self._scales.items()}
         self._files = {name: files[stored] for name, stored in self._stored.items()}
-        self.skipped = sorted(files.keys() - self._stored.values())
+        self.skipped = sorted(files.keys() - {*self._stored.values(), *self._scales.values()})
         """Stored names of tensors that are no part of the text model."""
+
+    @property
+    def fp8(self) -> Collection[str]:
+        """Names of the weights that are stored in FP8."""
+        return self._scales.keys()
 
     def __iter__(self) -> Iterator[str]:
         """Names in the order of the files, so that a reader goes through each file once."""
@@ -222,6 +270,14 @@ class TensorFiles:
 
     def _read(self, file: Any, name: str) -> Tensor:
         stored = self._stored[name]
+        tensor = self._read_stored(file, stored)
+        if name not in self._scales:
+            return tensor
+        with _open(self._folder / self._scale_files[name]) as other:
+            scale = other.get_tensor(self._scales[name])
+        return _dequantize_fp8(name, tensor, scale, file.get_slice(stored).get_shape()[0])
+
+    def _read_stored(self, file: Any, stored: str) -> Tensor:
         dims = 0 if self._rows is None else len(file.get_slice(stored).get_shape())
         if dims < 2:
             tensor: Tensor = file.get_tensor(stored)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from qerl_kernels import flash_attention_4
-from qerl_kernels.attention import backward_splits, head_groups
+from qerl_kernels.attention import MAX_HEAD_SIZE, backward_splits, head_groups
 from qerl_kernels.delta_rule import DELTA_CHUNK
 from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
@@ -57,12 +57,17 @@ class MicroBatch:
 
 def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
     """What all layers save for the backward pass."""
-    size, tokens = batch.dtype.itemsize, batch.tokens
     if batch.checkpointing == "offload":  # one that is copied away or has come back, and the next
-        return min(2, shape.layers) * size * shape.hidden * tokens
+        return min(2, shape.layers) * batch.dtype.itemsize * shape.hidden * batch.tokens
+    return sum(_saved_bytes(kind, batch) for kind in shape.kinds)
+
+
+def _saved_bytes(shape: Shape, batch: MicroBatch) -> int:
+    """The same of layers with heads alike."""
+    size, tokens = batch.dtype.itemsize, batch.tokens
     if batch.checkpointing == "selective":
-        attention = (1 + shape.gated) * shape.q_dim + 2 * shape.kv_dim
-        if size == 2 and not shape.soft_capped:  # attention's result and log-sum-exp
+        attention = (1 + shape.gated) * shape.q_dim + (1 + shape.has_v) * shape.kv_dim
+        if size == 2 and _takes_flash(shape):  # attention's result and log-sum-exp
             attention += shape.q_dim + 2 * shape.heads
         products = shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.intermediate_size)
         products += shape.hidden if shape.normed_outputs else 0
@@ -93,13 +98,25 @@ def _recomputed(shape: Shape, batch: MicroBatch, mixer: int) -> int:
     return batch.tokens * token + _saved_scores(shape, batch)
 
 
+def _large_heads(shape: Shape) -> bool:
+    """Whether heads are too large for flash attention: memory-efficient attention takes them."""
+    return shape.q_dim // shape.heads > MAX_HEAD_SIZE
+
+
+def _takes_flash(shape: Shape) -> bool:
+    """Whether flash attention computes a layer in 16 bits."""
+    return not (shape.soft_capped or _large_heads(shape))
+
+
 def _attention(shape: Shape, batch: MicroBatch) -> int:
     """Queries, keys, values, result and log-sum-exp of a token; norms of heads save queries and keys, trained ones in
     float32."""
     size = batch.dtype.itemsize
     norms = (4 if batch.full_finetuning else size) * (shape.q_dim + shape.kv_dim) if shape.head_norms else 0
+    norms += size * shape.kv_dim if shape.value_norm else 0
     gates = 2 * size * shape.q_dim if shape.gated else 0  # and what they multiply
-    return size * (2 * shape.q_dim + 2 * shape.kv_dim) + norms + gates + 4 * shape.heads
+    keys = shape.q_dim if _large_heads(shape) else shape.kv_dim  # repeated for each query's head
+    return size * (2 * shape.q_dim + 2 * keys) + norms + gates + 4 * shape.heads
 
 
 def _delta_net(shape: Shape, batch: MicroBatch) -> int:
@@ -124,6 +141,8 @@ def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
     heads, rounded, element = shape.heads, tokens + 128 * batch.sequences, shape.q_dim // shape.heads
     if shape.soft_capped:
         return size * tokens * 2 * (shape.q_dim + shape.kv_dim)
+    if _large_heads(shape):  # of the result, of queries and repeated keys and values, and of those before
+        return size * tokens * (4 * shape.q_dim + 2 * shape.kv_dim)
     if flash_attention_4.available(torch.device("cuda"), element):
         summed = shape.q_dim + (2 * shape.kv_dim if shape.kv_dim < shape.q_dim else 0)
         return 4 * rounded * (summed + 2 * heads) + size * tokens * 2 * shape.kv_dim
@@ -158,6 +177,12 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
 
     The parts are the MLP's and attention's backward pass in the last layer, and logits and losses.
     """
+    kinds = [_working_bytes(kind, batch) for kind in shape.kinds]
+    return {part: max(kind[part] for kind in kinds) for part in kinds[0]}
+
+
+def _working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
+    """The same where the last layer is of a kind."""
     size, tokens, width, hidden = batch.dtype.itemsize, batch.tokens, shape.intermediate_size, shape.hidden
     mixer = max(_attention(shape, batch), _delta_net(shape, batch))
     recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch, mixer)

@@ -1,8 +1,9 @@
 """Sizes of a model, of its weights and of its keys and values, from config.json alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -86,6 +87,8 @@ class Shape:
     """Experts that a token is given to; 0 for a dense MLP."""
     dense_attention: bool = False
     """Whether attention's linears have 16 bits beside 4-bit experts."""
+    dense_weights: int = 0
+    """Weights of the layers' linears that a checkpoint with 4-bit ones has in 16 bits."""
     soft_capped: bool = False
     """Whether attention's scores have a soft cap: they are in memory then, as flash attention has none."""
     normed_outputs: bool = False
@@ -95,14 +98,41 @@ class Shape:
     window_layers: int = 0
     gated: bool = False
     """Whether q has a gate for each query."""
+    value_norm: bool = False
+    """Whether values have a norm."""
+    has_v: bool = True
+    """Whether attention has a linear v; otherwise its values are its keys."""
     delta: DeltaNets | None = None
+    full: "Shape | None" = None
+    """Of the layers with full attention alone, where their heads are not those of the others."""
+    full_layers: tuple[int, ...] = ()
+    """Indices of these layers."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
         """That of config.json."""
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
         family = family_of(config.model_type)
+        if family.keys_as_values is not None:
+            return cls._of_kinds(config)
+        return cls._of_heads(config, config)
+
+    @classmethod
+    def _of_kinds(cls, config: PretrainedConfig) -> "Shape":
+        """That of a model whose heads differ between layers with a window and with full attention."""
+        layers = tuple(index for index, kind in enumerate(config.layer_types) if kind == "full_attention")
+        window = min(set(range(config.num_hidden_layers)) - set(layers), default=0)
+        shape = cls._of_heads(config, config.per_layer_config[window])
+        if not layers:
+            return shape
+        has_v = not family_of(config.model_type).layers_without_values(config)
+        full = replace(cls._of_heads(config, config.per_layer_config[layers[0]]), has_v=has_v)
+        return replace(shape, full=replace(full, layers=len(layers), window_layers=0), full_layers=layers)
+
+    @classmethod
+    def _of_heads(cls, config: PretrainedConfig, layer: Any) -> "Shape":
+        """That of a model with the heads of a layer's config."""
+        heads, family = config.num_attention_heads, family_of(config.model_type)
+        size = getattr(layer, "head_dim", None) or config.hidden_size // heads
         intermediate_size, top_k = family.mlp_widths(config)
         window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
         window_layers = config.num_hidden_layers if kinds is None else kinds.count("sliding_attention")
@@ -112,7 +142,7 @@ class Shape:
             layers=config.num_hidden_layers,
             heads=heads,
             q_dim=heads * size,
-            kv_dim=(getattr(config, "num_key_value_heads", None) or heads) * size,
+            kv_dim=(getattr(layer, "num_key_value_heads", None) or heads) * size,
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
             head_norms=family.head_norms,
@@ -124,8 +154,21 @@ class Shape:
             window=window,
             window_layers=window_layers if window else 0,
             gated=family.gated_attention,
+            value_norm=family.value_norm,
             delta=None if family.delta_net is None else DeltaNets.of(config),
         )
+
+    @property
+    def kinds(self) -> tuple["Shape", ...]:
+        """Of layers with heads alike: this one, or that of layers with a window and that of those without."""
+        if self.full is None:
+            return (self,)
+        others = replace(self, full=None, full_layers=(), layers=self.layers - self.full.layers)
+        return (others, self.full) if others.layers else (self.full,)
+
+    def of_layer(self, index: int) -> "Shape":
+        """That with the heads of a layer."""
+        return self.full if self.full is not None and index in self.full_layers else self
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -134,6 +177,8 @@ class Shape:
         mlp = (self.intermediate_size, self.hidden)
         sizes = (queries, keys, keys, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, self.intermediate_size))
         linears = dict(zip(PROJECTIONS, sizes, strict=True))
+        if not self.has_v:
+            del linears["v_proj"]
         if self.delta is not None:
             rows = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
             linears |= {name: (size, self.hidden) for name, size in zip(DELTA_NET, rows, strict=False)}
@@ -153,9 +198,8 @@ class Shape:
     @property
     def attention_weights(self) -> int:
         """Of the linears of all layers' attention, or gated delta net."""
-        return (self.layers - self.delta_layers) * self._weights(PROJECTIONS[:4]) + self.delta_layers * self._weights(
-            DELTA_NET
-        )
+        attention = sum((kind.layers - kind.delta_layers) * kind._weights(PROJECTIONS[:4]) for kind in self.kinds)
+        return attention + self.delta_layers * self._weights(DELTA_NET)
 
     def _weights(self, names: Sequence[str]) -> int:
         sizes = self.linears
@@ -170,7 +214,7 @@ class Shape:
     def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
         """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
         packed = self.mlp_weights if self.dense_attention else self.linear_weights
-        packed -= self.delta_layers * self._weights(DELTA_NET[2:4])
+        packed -= self.delta_layers * self._weights(DELTA_NET[2:4]) + self.dense_weights
         dense = self.linear_weights - packed + self.embedding_weights
         bits = BITS.get(quantization, 8 * dtype.itemsize)
         return packed * bits / 8 + dtype.itemsize * dense
@@ -199,6 +243,8 @@ class Shape:
             under_way: Tokens of the engine's forward passes, which vLLM (0.30, `SlidingWindowSpec`) holds beside the
                 window, and counts when it starts.
         """
+        if self.full is not None:
+            return sum(kind.sequence_kv_bytes(tokens, dtype, under_way) for kind in self.kinds)
         outside = max(tokens - self.window - under_way, 0) * self.window_layers
         token = 2 * self.kv_dim * dtype.itemsize
         if self.delta is not None:
@@ -216,25 +262,30 @@ class Shape:
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """Of A and B on the linears that these targets name."""
-        layers = self._adapted(targets)
-        return rank * sum(sum(self.linears[name]) for names in layers for name in names)
+        layers = enumerate(self._adapted(targets))
+        return rank * sum(sum(self.of_layer(index).linears[name]) for index, names in layers for name in names)
 
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
-        layers, total = self._adapted(targets), 0
+        total = 0
         groups = [PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]]
-        for group in groups if self.delta is None else [*groups, DELTA_NET[:2], DELTA_NET[2:4], DELTA_NET[4:]]:
-            ranks = rank * sum(len(names.intersection(group)) for names in layers)
-            rows = sum(self.linears[name][0] for name in group)
-            total += ranks * (rows + self.linears[group[0]][1])
+        groups += [] if self.delta is None else [DELTA_NET[:2], DELTA_NET[2:4], DELTA_NET[4:]]
+        for index, names in enumerate(self._adapted(targets)):
+            linears = self.of_layer(index).linears
+            for group in groups:
+                rows = sum(linears.get(name, linears["k_proj"])[0] for name in group)  # the engine has keys as v, too
+                total += rank * len(names.intersection(group)) * (rows + linears[group[0]][1])
         return total
 
     def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[str], ...]:
-        return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers)
+        without_v = () if self.full is None or self.full.has_v else self.full_layers
+        return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers, without_v)
 
 
 @cache
-def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...]) -> tuple[frozenset[str], ...]:
+def _adapted(
+    layers: int, targets: tuple[str, ...], delta: tuple[int, ...], without_v: tuple[int, ...]
+) -> tuple[frozenset[str], ...]:
     """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts.
 
     Raises:
@@ -245,6 +296,8 @@ def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...]) -> t
         names: set[str] = set()
         mlp = {name: parts for name, parts in _LINEARS.items() if name.startswith("mlp.")}
         for linear, parts in (_DELTA_LINEARS | mlp if index in delta else _LINEARS).items():
+            if index in without_v and parts == ("v_proj",):
+                continue
             matching = {target for target in targets if names_match(f"model.layers.{index}.{linear}", [target])}
             names.update(parts if matching else ())
             unknown -= matching

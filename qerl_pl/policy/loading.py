@@ -60,10 +60,11 @@ def load_base(
         model, family, base_format, tensors, dtype, partial(_frozen_parameter, device=device), shared.experts
     )
     linears = _use_frozen_linears(model, base_format, tensors, device, shared.linears)
-    state = {**shared.tensors, **experts, **linears}
+    state = {**_dense_output_layer(base_format, tensors, dtype, device), **shared.tensors, **experts, **linears}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     loaded = {name for linear in frozen for name in (*base_format.tensor_names(linear), f"{linear}.weight")}
     loaded |= state.keys() | loaded_experts
+    loaded |= {*base_format.tensor_names(OUTPUT_LAYER)} if base_format.reads_mixed else set()
     # Old Llama files store inv_freq, which the model computes from its config.
     skipped = (".inv_freq", *(f".{suffix}" for suffix in base_format.dropped))
     others = [name for name in tensors if name not in loaded and not name.endswith(skipped)]
@@ -87,6 +88,20 @@ def load_base(
     attach_routing_replay(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)
+
+
+OUTPUT_LAYER = "lm_head"
+
+
+def _dense_output_layer(
+    base_format: BaseFormat, tensors: TensorFiles, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """The output layer's weight by name if the checkpoint has it in 4 bits and the format allows it."""
+    names = base_format.tensor_names(OUTPUT_LAYER)
+    if not base_format.reads_mixed or names[0] not in tensors:
+        return {}
+    held = tensors.read_all(names)
+    return {f"{OUTPUT_LAYER}.weight": base_format.dense([held[name] for name in names], dtype).to(device)}
 
 
 def _check_output_layer(
@@ -121,7 +136,7 @@ def _use_frozen_linears(
     """Replace shared and quantized linears by `FrozenLinear`; returns the loaded tensors by parameter name."""
     state: dict[str, Tensor] = {}
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear) or (name == OUTPUT_LAYER and base_format.reads_mixed):
             continue
         weight = shared.get(name)
         if weight is None:

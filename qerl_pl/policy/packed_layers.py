@@ -20,6 +20,7 @@ from qerl_kernels import (
     without_last_addend,
     without_saving_products,
 )
+from qerl_kernels.attention import MAX_HEAD_SIZE
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -148,8 +149,9 @@ def attention_of_rows(
 ) -> Tensor:
     """Causal attention within each packed sequence.
 
-    16-bit tensors on a GPU use `qerl_kernels.varlen_attention`; others are padded for SDPA. Neither has soft
-    caps, and SDPA has no sinks: with them, the scores of the padded sequences are in memory.
+    16-bit tensors on a GPU use `qerl_kernels.varlen_attention`; others, and heads of more than `MAX_HEAD_SIZE`
+    elements, are padded for SDPA. Neither has soft caps, and SDPA has no sinks: with them, the scores of the padded
+    sequences are in memory.
 
     Args:
         query: [S, heads, head size].
@@ -164,7 +166,8 @@ def attention_of_rows(
     Returns:
         [S, heads, head size].
     """
-    if soft_cap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    fits = query.shape[-1] <= MAX_HEAD_SIZE
+    if soft_cap is None and fits and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         bounds = (packing.cu_seqlens, packing.max_seqlen)
         return strictly_deterministic_gradient(
             varlen_attention(query, key, value, *bounds, scaling, sliding_window, sinks)
@@ -181,6 +184,8 @@ def attention_of_rows(
     if in_memory:
         attended = _plain_attention(query, key, value, scaling, visible["attn_mask"], soft_cap, sinks)
         return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
+    if not fits:  # memory-efficient attention, which takes heads of any size, takes as many of keys as of queries
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     attended = functional.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True, **visible)
     return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
 
@@ -346,14 +351,15 @@ def tile_mlps(model: nn.Module, tokens: int | None) -> None:
         mlp.tile_tokens = tokens
 
 
-NORMS = ("q_norm", "k_norm")
+NORMS = ({"q_norm", "k_norm"}, {"q_norm", "k_norm", "v_norm"})
 
 
 class PackedAttention(nn.Module):
     """Attention over packed sequences, [S, heads, head size] throughout instead of transposed views.
 
-    o(attend(rotary(norm(q(x))), rotary(norm(k(x))), v(x))), or the same without norms; q, k and v may be one linear,
-    and q have a gate for each head, whose sigmoid multiplies what it has attended to.
+    o(attend(rotary(norm(q(x))), rotary(norm(k(x))), v(x))), or the same without norms, or with one of v(x), without a
+    weight; q, k and v may be one linear, k(x) be the values where there is no v, and q have a gate for each head, whose
+    sigmoid multiplies what it has attended to.
     The layers and sinks of the replaced transformers attention become this module's, under the same names.
     """
 
@@ -368,7 +374,7 @@ class PackedAttention(nn.Module):
             self.add_module(name, child)
         self._shared_input = tuple(name for name in family.projections if name in children and name != "o_proj")
         self._has_norms = "q_norm" in self._modules
-        fused = self._has_norms and not family.norm_offset
+        fused = self._has_norms and not family.float32_norms
         self._norm_eps = float(getattr(self.q_norm, family.norm_eps)) if fused else None
         self._head_size, self._scaling = attention.head_dim, attention.scaling
         self._dropout, self._window = attention.attention_dropout, family.window(attention)
@@ -376,11 +382,12 @@ class PackedAttention(nn.Module):
         self._sinks, self._half_angles, self._gated = family.sinks, family.half_angles, family.gated_attention
         if family.sinks is not None:
             self.register_parameter(family.sinks, attention.get_parameter(family.sinks))
-        config = attention.config
-        self._sizes = [
-            heads * self._head_size
-            for heads in (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        ]
+        if "v_norm" in children:
+            self.register_buffer("_ones", torch.ones(self._head_size), persistent=False)
+            self._value_eps = float(getattr(attention.v_norm, family.norm_eps))
+        q_dim = attention.config.num_attention_heads * self._head_size
+        kv_dim = q_dim // attention.num_key_value_groups
+        self._sizes = [q_dim, kv_dim, kv_dim]
 
     @property
     def shared_input(self) -> tuple[nn.Module, ...]:
@@ -396,12 +403,14 @@ class PackedAttention(nn.Module):
         if self._half_angles:
             cos, sin = (torch.cat((angles, angles), dim=-1) for angles in (cos, sin))
         outputs = shared_input_linears(self.shared_input, x)
-        projected = outputs if len(outputs) == 3 else outputs[0].split(self._sizes, dim=-1)
+        projected = (*outputs, outputs[1])[:3] if len(outputs) > 1 else outputs[0].split(self._sizes, dim=-1)
         query, key, value = (part.view(len(x), -1, self._head_size) for part in projected)
         if self._gated:
             query, gate = query[:, ::2], query[:, 1::2]
         if self._has_norms:
             query, key = self._normed(self.q_norm, query), self._normed(self.k_norm, key)
+        if "_ones" in self._buffers:
+            value = rms_norm(value, self.get_buffer("_ones"), self._value_eps)
         query, key = _rotated(query, key, cos.view(cos.shape[1:]), sin.view(sin.shape[1:]))
         sinks = None if self._sinks is None else self.get_parameter(self._sinks)
         attended = attention_of_rows(query, key, value, packing, self._scaling, self._window, self._soft_cap, sinks)
@@ -438,4 +447,4 @@ def _is_plain(attention: nn.Module, family: Family) -> bool:
     """Whether an attention has nothing but the family's projections, and norms of queries and keys or none."""
     children = [name for name, _ in attention.named_children()]
     projections = {name for name in children if name in family.projections}
-    return "o_proj" in projections and set(children) - projections in (set(), set(NORMS))
+    return "o_proj" in projections and set(children) - projections in (set(), *NORMS)

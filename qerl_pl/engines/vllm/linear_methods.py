@@ -72,7 +72,7 @@ def attach_adapter(linear: Any, slices: Sequence[FusedSlice], rank: int, dtype: 
 
     Args:
         linear: vLLM's; a 4-bit one after `attach_fp4`.
-        slices: Its slices with an adapter, ascending.
+        slices: Its slices with an adapter, ascending. Two of one name, such as of keys that are values too, have one B.
         rank: Of the adapter.
         dtype: Of activations.
 
@@ -81,15 +81,18 @@ def attach_adapter(linear: Any, slices: Sequence[FusedSlice], rank: int, dtype: 
     """
     device = next(linear.parameters()).device
     columns, rows = linear.input_size_per_partition, linear.output_size_per_partition
+    bounds: dict[str, tuple[int, int]] = {}
+    for name, start, stop in slices:
+        bounds[name] = bounds.get(name, (start,))[0], stop
     # Buffers of the module are inputs of vLLM's compiled graphs, which therefore see what is written.
-    linear.register_buffer("qerl_a", torch.zeros(len(slices) * rank, columns, dtype=dtype, device=device), False)
-    linear.register_buffer("qerl_b", torch.zeros(rows, len(slices) * rank, dtype=dtype, device=device), False)
+    linear.register_buffer("qerl_a", torch.zeros(len(bounds) * rank, columns, dtype=dtype, device=device), False)
+    linear.register_buffer("qerl_b", torch.zeros(rows, len(bounds) * rank, dtype=dtype, device=device), False)
     if isinstance(linear.quant_method, FP4Method):
-        linear.quant_method.starts = tuple(start for _, start, _ in slices)
+        linear.quant_method.starts = tuple(start for start, _ in bounds.values())
     else:
         linear.quant_method = LoraMethod(linear.quant_method)
     buffers = {}
-    for index, (name, start, stop) in enumerate(slices):
+    for index, (name, (start, stop)) in enumerate(bounds.items()):
         ranks = slice(index * rank, (index + 1) * rank)
         buffers[name] = (linear.qerl_a[ranks], linear.qerl_b[start:stop, ranks])
     return buffers

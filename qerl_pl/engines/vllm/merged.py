@@ -109,5 +109,5 @@ def merge(rows: Sequence[MergedRows]) -> None:
         total = weight.dense(copy.dtype).float() * weight.alpha
         if adapter is not None:
             a, scaled_b = adapter
-            total.addmm_(scaled_b.float(), a.float())
+            total.addmm_(scaled_b[: len(total)].float(), a.float())  # of keys that are values it has the rows twice
         copy.copy_(total)

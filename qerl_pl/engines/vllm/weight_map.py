@@ -23,13 +23,14 @@ _PARTS = {"in_proj_qkv": 3}
 """Linears of the base model of which vLLM has several sizes, with their number: queries, keys and values."""
 
 
-def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
+def fused_slices(model: Any, name: str, linear: Any, without_v: Collection[str] = ()) -> list[FusedSlice]:
     """The base model's linears that are fused into a linear of vLLM's model.
 
     Args:
         model: vLLM's.
         name: Of the linear, with the base model's name of its parent.
         linear: vLLM's.
+        without_v: Attentions of the base model whose values are their keys: vLLM has k twice, once in place of v.
     """
     stem, _, last = name.rpartition(".")
     packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -37,7 +38,7 @@ def fused_slices(model: Any, name: str, linear: Any) -> list[FusedSlice]:
     parts = iter(linear.output_partition_sizes if len(members) > 1 else [linear.output_size_per_partition])
     sizes = [sum(itertools.islice(parts, _PARTS.get(member, 1))) for member in members]
     stops = list(itertools.accumulate(sizes))
-    names = [f"{stem}.{member}" for member in members]
+    names = [f"{stem}.{'k_proj' if member == 'v_proj' and stem in without_v else member}" for member in members]
     return [(member, stop - size, stop) for member, size, stop in zip(names, sizes, stops, strict=True)]
 
 
@@ -176,12 +177,13 @@ def write(
     Raises:
         UserError: vLLM's model has no such weight.
     """
-    targets = vocabulary(model)
+    targets = {name: [tensor] for name, tensor in vocabulary(model).items()}
     for linear, slices in linears:
         for name, start, stop in slices:
-            targets[f"{name}.weight"] = linear.weight.data[start:stop]
+            targets.setdefault(f"{name}.weight", []).append(linear.weight.data[start:stop])
             if linear.bias is not None:
-                targets[f"{name}.bias"] = linear.bias.data[start:stop]
+                targets.setdefault(f"{name}.bias", []).append(linear.bias.data[start:stop])
     for name, tensor in tensors.items():
         if name.removesuffix(".weight") not in norms:
-            check_tensor(name, targets.get(name), tensor).copy_(tensor)
+            for target in targets.get(name, [None]):
+                check_tensor(name, target, tensor).copy_(tensor)

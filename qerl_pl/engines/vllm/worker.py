@@ -177,9 +177,12 @@ class PolicyWorker(Worker):
 
         model, kinds = self.get_model(), (ColumnParallelLinear, RowParallelLinear)
         linears = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-        base_name = self._qerl_family.name_in_base
+        family = self._qerl_family
+        layers = family.layers_without_values(self.vllm_config.model_config.hf_config)
+        keyed = {f"model.layers.{layer}.self_attn" for layer in layers}
         return {
-            name: (linear, weight_map.fused_slices(model, base_name(name), linear)) for name, linear in linears.items()
+            name: (linear, weight_map.fused_slices(model, family.name_in_base(name), linear, keyed))
+            for name, linear in linears.items()
         }
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
@@ -241,8 +244,9 @@ class PolicyWorker(Worker):
         """Write A [r, in] and scaling * B [out, r] of each linear; zeros where the adapter has none."""
         for name, (a, b) in self._qerl_attached.lora.items():
             if name in adapter:
-                a.copy_(adapter[name][0])
-                b.copy_(adapter[name][1] * scaling)
+                new_a, new_b = adapter[name]
+                a.copy_(new_a)
+                b.unflatten(0, (-1, len(new_b))).copy_(new_b * scaling)  # keys that are values: twice
             else:
                 a.zero_()
                 b.zero_()
