@@ -21,6 +21,9 @@ from transformers import (
     Qwen2Config,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -119,10 +122,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     },
 }
+OPTIONS["qwen3.5-moe"] = OPTIONS["qwen3.5"] | {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+}
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
 CONFIGS["qwen2"], OPTIONS["qwen2"] = Qwen2Config, {}  # the toy policy's family, which other tests run
-CONFIGS["qwen3.5"] = Qwen3_5TextConfig  # test_delta_nets.py runs it: vLLM's CPU build does not in float32
+# test_delta_nets.py and test_shared_experts.py run these: vLLM's CPU build does not in float32.
+CONFIGS["qwen3.5"], CONFIGS["qwen3.5-moe"] = Qwen3_5TextConfig, Qwen3_5MoeTextConfig
 STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in CONFIGS}
 """The 4-bit format of each in tests: gpt-oss has one alone."""
 EXPERTS = ("qwen3-moe", "gpt-oss")
@@ -235,6 +242,6 @@ def write_checkpoint(name: str, folder: Path, sizes: dict[str, Any] | None = Non
                     "gate_up_proj"
                 ):  # gates and ups that are cut off, at 7
                     parameter.mul_(4.0)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=name != "qwen3.5-moe")  # whose experts are published in stacks
     tokenizer.save_pretrained(folder)
     return folder

@@ -65,7 +65,7 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         if size == 2 and not shape.soft_capped:  # attention's result and log-sum-exp
             attention += shape.q_dim + 2 * shape.heads
         products = shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.intermediate_size)
-        products += shape.hidden if shape.normed_outputs else 0
+        products += shape.hidden if shape.normed_outputs or shape.shared_size else 0  # a second last linear
         mixers = (shape.layers - shape.delta_layers) * attention
         if shape.delta is not None:
             mixers += shape.delta_layers * (shape.delta.mixed + shape.delta.values + 2 * shape.delta.heads)

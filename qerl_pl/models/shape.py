@@ -20,7 +20,8 @@ _LINEARS = {
     "mlp.gate_up_proj": PROJECTIONS[4:6],
 }
 _DELTA_LINEARS = {f"linear_attn.{name}": (name,) for name in DELTA_NET}
-"""Linears of a layer, by their names within it: the projections that they are."""
+"""Linears of a layer, by their names within it: the projections that they are. Of a mixture the MLP's are the shared
+expert's."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ class Shape:
 
     hidden: int
     intermediate_size: int
-    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together."""
+    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together, and
+    of the shared expert."""
     layers: int
     heads: int
     q_dim: int
@@ -96,6 +98,8 @@ class Shape:
     gated: bool = False
     """Whether q has a gate for each query."""
     delta: DeltaNets | None = None
+    shared_size: int = 0
+    """Elements of a token's gates (or ups) in the shared expert of a mixture; 0 where there is none."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -104,11 +108,13 @@ class Shape:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         family = family_of(config.model_type)
         intermediate_size, top_k = family.mlp_widths(config)
+        has_shared = family.experts is not None and family.experts.shared is not None
+        shared_size = getattr(config, family.experts.shared_intermediate_size) if has_shared else 0
         window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
         window_layers = config.num_hidden_layers if kinds is None else kinds.count("sliding_attention")
         return cls(
             hidden=config.hidden_size,
-            intermediate_size=intermediate_size,
+            intermediate_size=intermediate_size + shared_size,
             layers=config.num_hidden_layers,
             heads=heads,
             q_dim=heads * size,
@@ -125,14 +131,17 @@ class Shape:
             window_layers=window_layers if window else 0,
             gated=family.gated_attention,
             delta=None if family.delta_net is None else DeltaNets.of(config),
+            shared_size=shared_size,
         )
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
+        """(out, in) of a layer's projections; fused ones as their parts, those of a mixture's experts as one of the width
+        of the shared expert, or else of the chosen ones."""
         queries, keys = ((1 + self.gated) * self.q_dim, self.hidden), (self.kv_dim, self.hidden)
-        mlp = (self.intermediate_size, self.hidden)
-        sizes = (queries, keys, keys, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, self.intermediate_size))
+        width = self.shared_size or self.intermediate_size
+        mlp = (width, self.hidden)
+        sizes = (queries, keys, keys, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, width))
         linears = dict(zip(PROJECTIONS, sizes, strict=True))
         if self.delta is not None:
             rows = (self.delta.mixed, self.delta.values, self.delta.heads, self.delta.heads)
@@ -164,8 +173,9 @@ class Shape:
     @property
     def mlp_weights(self) -> int:
         """Of all layers' MLPs, or of all experts."""
-        mlp = self._weights(PROJECTIONS[4:])
-        return self.layers * (mlp // self.top_k * self.experts if self.experts else mlp)
+        routed = self.intermediate_size - self.shared_size
+        width = self.shared_size + (routed // self.top_k * self.experts if self.experts else routed)
+        return self.layers * 3 * self.hidden * width
 
     def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
         """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
@@ -233,12 +243,21 @@ class Shape:
         return total
 
     def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[str], ...]:
-        return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers)
+        mlp = "mlp.shared_expert." if self.shared_size else "mlp."
+        return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers, mlp)
 
 
 @cache
-def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...]) -> tuple[frozenset[str], ...]:
+def _adapted(
+    layers: int, targets: tuple[str, ...], delta: tuple[int, ...], own_mlp: str
+) -> tuple[frozenset[str], ...]:
     """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts.
+
+    Args:
+        layers: Number of layers.
+        targets: Ends of linears' names.
+        delta: Layers with a gated delta net.
+        own_mlp: What the layers have in place of "mlp." in the names of the MLP's linears.
 
     Raises:
         UserError: A target is the end of no linear's name.
@@ -248,7 +267,8 @@ def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...]) -> t
         names: set[str] = set()
         mlp = {name: parts for name, parts in _LINEARS.items() if name.startswith("mlp.")}
         for linear, parts in (_DELTA_LINEARS | mlp if index in delta else _LINEARS).items():
-            matching = {target for target in targets if names_match(f"model.layers.{index}.{linear}", [target])}
+            name = f"model.layers.{index}.{linear.replace('mlp.', own_mlp)}"
+            matching = {target for target in targets if names_match(name, [target])}
             names.update(parts if matching else ())
             unknown -= matching
         adapted.append(frozenset(names))

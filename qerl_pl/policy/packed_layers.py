@@ -265,11 +265,13 @@ class GatedMLP(nn.Module):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return tiled(self._at_once, x, self.tile_tokens, trained)
 
-    def _at_once(self, x: Tensor) -> Tensor:
+    def _at_once(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        """The result, or factor [..., 1] times it: multiplied before down, whose product no gradient needs then."""
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        product = self._activation(gate, up)
         with last_addend():
-            result: Tensor = self.down_proj(self._activation(gate, up))
+            result: Tensor = self.down_proj(product if factor is None else product * factor)
         return result
 
 
@@ -336,7 +338,7 @@ def tile_mlps(model: nn.Module, tokens: int | None) -> None:
     Raises:
         UserError: The model has none.
     """
-    mlps = [module for module in model.modules() if isinstance(module, GatedMLP)]
+    mlps = [module for module in model.modules() if type(module) is GatedMLP]  # shared experts are another class
     if tokens is not None and not mlps:
         raise UserError(
             f"tiles need MLPs of gate, up and down; the model has none (its layers are mixtures of experts, or their "
