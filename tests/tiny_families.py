@@ -158,14 +158,20 @@ def write_wrapped_qwen(text_model: Path, folder: Path) -> Path:
     """Write a model of text and images around a Qwen3.5 checkpoint, as published: with layers for speculation."""
     inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
-    config = Qwen3_5Config(
+    moe = inner.config.model_type == "qwen3_5_moe_text"
+    kind, model_class = (
+        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
+        if moe
+        else (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
+    )
+    config = kind(
         text_config=inner.config.to_dict(), vision_config=vision | {"out_hidden_size": inner.config.hidden_size}
     )
     config.tie_word_embeddings = inner.config.tie_word_embeddings
-    wrapped = Qwen3_5ForConditionalGeneration(config)
+    wrapped = model_class(config)
     wrapped.model.language_model.load_state_dict(inner.model.state_dict())
     wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(folder, save_original_format=not moe)
     stored = load_file(folder / "model.safetensors")
     own = {name: tensor for name, tensor in stored.items() if ".layers.1." in name}
     mtp = {name.replace("model.language_model.layers.1", "mtp.layers.0"): tensor for name, tensor in own.items()}

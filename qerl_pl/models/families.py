@@ -369,7 +369,8 @@ def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: 
     Raises:
         UserError: A tensor of `names` is such a stack.
     """
-    if not has_experts(config) or stores_stacks(config):
+    experts = _experts(config)
+    if experts is None or experts.stored_in_stacks or experts.published_in_stacks:
         return
     stack = next((name for name in names if re.search(r"\.experts\.\D", name)), None)
     if stack is not None:

@@ -179,13 +179,16 @@ class TensorFiles:
     def _unstack(self) -> None:
         """Give each expert of a stack names of its own: gates are above ups."""
         for stack in [name for name in self._stored if name.endswith((f".experts.{GATE_UP}", f".experts.{DOWN}"))]:
-            stored, file_name = self._stored.pop(stack), self._files.pop(stack)
+            stored, file_name = self._stored[stack], self._files[stack]
             with _open(self._folder / file_name) as file:
-                count, rows, _ = file.get_slice(stored).get_shape()
+                shape = file.get_slice(stored).get_shape()
+            if len(shape) != 3:
+                continue
+            del self._stored[stack], self._files[stack]
             stem, _, matrix = stack.rpartition(".")
             members = (DOWN,) if matrix == DOWN else ("gate_proj", "up_proj")
-            size = rows // len(members)
-            for expert, (index, member) in itertools.product(range(count), enumerate(members)):
+            size = shape[1] // len(members)
+            for expert, (index, member) in itertools.product(range(shape[0]), enumerate(members)):
                 name = f"{stem}.{expert}.{member}.weight"
                 self._stored[name], self._files[name] = stored, file_name
                 self._parts[name] = expert, index * size, (index + 1) * size
