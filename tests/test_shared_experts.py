@@ -125,7 +125,9 @@ def test_four_bits_are_those_of_every_expert_of_a_stack_and_the_rest_is_as_store
     for layer in range(2):
         mlp = f"model.layers.{layer}.mlp"
         stacks = before[f"{mlp}.experts.gate_up_proj"], before[f"{mlp}.experts.down_proj"]
-        groups = {f"{mlp}.shared_expert": [before[f"{mlp}.shared_expert.{x}_proj.weight"] for x in ("gate", "up", "down")]}
+        groups = {
+            f"{mlp}.shared_expert": [before[f"{mlp}.shared_expert.{x}_proj.weight"] for x in ("gate", "up", "down")]
+        }
         for expert, (gate_up, down) in enumerate(zip(*stacks, strict=True)):
             groups[f"{mlp}.experts.{expert}"] = [gate_up[:64], gate_up[64:], down]
         for name, (gate, up, down) in groups.items():
@@ -193,8 +195,15 @@ def broken(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tenso
     stack = f"{MLP}.experts.gate_up_proj"
     if kind == "fewer experts":
         return tensors | {name: tensors[name][:5].clone() for name in (stack, f"{MLP}.experts.down_proj")}
-    changed = {"transposed": tensors[stack][:, :, :96].transpose(1, 2).contiguous(), "flat": tensors[stack].flatten(0, 1)}
-    return {name: t for name, t in tensors.items() if name != stack} if kind == "none" else tensors | {stack: changed[kind]}
+    changed = {
+        "transposed": tensors[stack][:, :, :96].transpose(1, 2).contiguous(),
+        "flat": tensors[stack].flatten(0, 1),
+    }
+    return (
+        {name: t for name, t in tensors.items() if name != stack}
+        if kind == "none"
+        else tensors | {stack: changed[kind]}
+    )
 
 
 @pytest.mark.parametrize("kind", ["fewer experts", "transposed", "flat", "none"])
@@ -224,7 +233,9 @@ def test_what_has_no_path_is_refused_in_one_line(source: Path, settings: dict[st
 
 def test_a_router_that_is_not_normalized_is_refused(source: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(read_config(source) | {"norm_topk_prob": False}))
-    with pytest.raises(UserError, match="qwen3_5_moe_text model must have norm_topk_prob True; config.json of .* False"):
+    with pytest.raises(
+        UserError, match="qwen3_5_moe_text model must have norm_topk_prob True; config.json of .* False"
+    ):
         PolicyConfig(path=str(tmp_path), quantization="none").base_folder()
 
 
@@ -247,7 +258,11 @@ def test_weights_and_adapters_are_counted_as_the_model_has_them(source: Path) ->
     shape, spec = Shape.of(config), policy.config.lora_spec
     assert spec is not None and len(spec.targets) == 12
     assert shape.adapter_weights(8, spec.targets) == sum(t.numel() for t in policy.trained_state().values())
-    for some in (("in_proj_z", "self_attn.q_proj"), ("shared_expert.up_proj",), ("mlp.shared_expert.gate_proj", "o_proj")):
+    for some in (
+        ("in_proj_z", "self_attn.q_proj"),
+        ("shared_expert.up_proj",),
+        ("mlp.shared_expert.gate_proj", "o_proj"),
+    ):
         one = Policy(source, replace(policy.config, lora=LoraConfig(rank=8, targets=some)), torch.device("cpu"), seed=1)
         assert shape.adapter_weights(8, some) == sum(t.numel() for t in one.trained_state().values())
     stored = load_file(source / "model.safetensors")

@@ -132,17 +132,16 @@ class Family:
 
     @property
     def dense_linears(self) -> tuple[str, ...]:
-        """Linears that a 4-bit checkpoint stores in 16 bits, as they have few rows: of a gated delta net, and the shared
-        expert's gate."""
-        gate = None if self.experts is None else self.experts.shared_gate
-        return (*(() if self.delta_net is None else DELTA_NET[2:4]), *(() if gate is None else (gate,)))
+        """Linears of few rows, which a 4-bit checkpoint stores in 16 bits: a delta net's, and a shared expert's gate."""
+        net = () if self.delta_net is None else DELTA_NET[2:4]
+        return net if self.experts is None or self.experts.shared_gate is None else (*net, self.experts.shared_gate)
 
     @property
     def unquantized(self) -> tuple[str, ...]:
         """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as entries of compressed-tensors' `ignore`."""
-        router = () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
-        parents = (self.delta_net if name in DELTA_NET else "mlp" for name in self.dense_linears)
-        return (*router, *(rf"re:.*{parent}\.{name}$" for parent, name in zip(parents, self.dense_linears, strict=True)))
+        router = () if self.experts is None else (rf"{self.experts.module}\.{self.experts.router}",)
+        parent = {name: self.delta_net if name in DELTA_NET else "mlp" for name in self.dense_linears}
+        return tuple(f"re:.*{name}$" for name in (*router, *(rf"{parent[name]}\.{name}" for name in parent)))
 
     def is_four_bits(self, weight: str) -> bool:
         """Whether a 4-bit checkpoint stores a weight of this name in 4 bits, if it has no stacks of experts."""
@@ -261,9 +260,7 @@ FAMILIES = (
     ),
 )
 
-NOT_COMPUTED: Mapping[str, str] = {
-    "qwen3_next": "gated delta nets whose linears are fused otherwise than Qwen3.5's"
-}
+NOT_COMPUTED: Mapping[str, str] = {"qwen3_next": "gated delta nets whose linears are fused otherwise than Qwen3.5's"}
 """By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
 
 

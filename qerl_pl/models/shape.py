@@ -136,8 +136,8 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's projections; fused ones as their parts, those of a mixture's experts as one of the width
-        of the shared expert, or else of the chosen ones."""
+        """(out, in) of a layer's projections; fused ones as their parts, of a mixture those of the shared expert or, if
+        it has none, the chosen experts' as one of their width."""
         queries, keys = ((1 + self.gated) * self.q_dim, self.hidden), (self.kv_dim, self.hidden)
         width = self.shared_size or self.intermediate_size
         mlp = (width, self.hidden)
@@ -248,9 +248,7 @@ class Shape:
 
 
 @cache
-def _adapted(
-    layers: int, targets: tuple[str, ...], delta: tuple[int, ...], own_mlp: str
-) -> tuple[frozenset[str], ...]:
+def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...], own_mlp: str) -> tuple[frozenset[str], ...]:
     """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts.
 
     Args:
