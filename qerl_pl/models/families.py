@@ -132,7 +132,7 @@ class Family:
 
     @property
     def dense_linears(self) -> tuple[str, ...]:
-        """Linears of few rows, which a 4-bit checkpoint stores in 16 bits: a delta net's, and a shared expert's gate."""
+        """Linears of few rows, which a 4-bit checkpoint has in 16 bits: a delta net's, and a shared expert's gate."""
         net = () if self.delta_net is None else DELTA_NET[2:4]
         return net if self.experts is None or self.experts.shared_gate is None else (*net, self.experts.shared_gate)
 

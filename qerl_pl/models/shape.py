@@ -108,8 +108,9 @@ class Shape:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         family = family_of(config.model_type)
         intermediate_size, top_k = family.mlp_widths(config)
-        has_shared = family.experts is not None and family.experts.shared is not None
-        shared_size = getattr(config, family.experts.shared_intermediate_size) if has_shared else 0
+        experts, shared_size = family.experts, 0
+        if experts is not None and experts.shared is not None:
+            shared_size = getattr(config, experts.shared_intermediate_size)
         window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
         window_layers = config.num_hidden_layers if kinds is None else kinds.count("sliding_attention")
         return cls(
@@ -122,9 +123,9 @@ class Shape:
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
             head_norms=family.head_norms,
-            experts=0 if family.experts is None else getattr(config, family.experts.count),
+            experts=0 if experts is None else getattr(config, experts.count),
             top_k=top_k,
-            dense_attention=family.experts is not None and family.experts.stored_in_stacks,
+            dense_attention=experts is not None and experts.stored_in_stacks,
             soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
             normed_outputs=family.normed_outputs,
             window=window,
