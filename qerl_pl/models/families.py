@@ -55,21 +55,14 @@ class Experts:
     returns_topk_weights: bool = False
     """Whether the mixture also returns p."""
     shared: str | None = None
-    """Its submodule, if any, with an MLP that all tokens are given to. Its result is multiplied by the sigmoid of a
-    linear with one row, which has this name and "_gate" and stays in 16 bits. LoRA adapts the MLP."""
+    """Its submodule, if any, with an MLP that all tokens are given to, which LoRA adapts. The sigmoid of a linear with
+    one row, named "…_gate", multiplies its result; the key for its width is "…_intermediate_size"."""
     count: str = "num_experts"
     """Key of config.json for the number of experts."""
     top_k: str = "num_experts_per_tok"
     """Key for the number of experts of a token."""
     intermediate_size: str = "moe_intermediate_size"
     """Key for the width of an expert."""
-    shared_intermediate_size: str = "shared_expert_intermediate_size"
-    """Key for the width of the shared expert."""
-
-    @property
-    def shared_gate(self) -> str | None:
-        """Name of the shared expert's gate."""
-        return None if self.shared is None else f"{self.shared}_gate"
 
 
 @dataclass(frozen=True)
@@ -134,7 +127,7 @@ class Family:
     def dense_linears(self) -> tuple[str, ...]:
         """Linears of few rows, which a 4-bit checkpoint has in 16 bits: a delta net's, and a shared expert's gate."""
         net = () if self.delta_net is None else DELTA_NET[2:4]
-        return net if self.experts is None or self.experts.shared_gate is None else (*net, self.experts.shared_gate)
+        return net if self.experts is None or self.experts.shared is None else (*net, f"{self.experts.shared}_gate")
 
     @property
     def unquantized(self) -> tuple[str, ...]:
@@ -161,8 +154,7 @@ class Family:
         return name.replace(f".{self.attention_in_vllm}.", ".self_attn.")
 
     def mlp_widths(self, config: Any) -> tuple[int, int]:
-        """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none; the
-        shared expert is not counted."""
+        """Elements of a token's gates (or ups) in one layer, without a shared expert's, and its experts, 0 for none."""
         if self.experts is None:
             return int(config.intermediate_size), 0
         top_k = int(getattr(config, self.experts.top_k))

@@ -20,8 +20,7 @@ _LINEARS = {
     "mlp.gate_up_proj": PROJECTIONS[4:6],
 }
 _DELTA_LINEARS = {f"linear_attn.{name}": (name,) for name in DELTA_NET}
-"""Linears of a layer, by their names within it: the projections that they are. Of a mixture the MLP's are the shared
-expert's."""
+"""Linears of a layer, by their names within it: the projections that they are."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Shape:
         intermediate_size, top_k = family.mlp_widths(config)
         experts, shared_size = family.experts, 0
         if experts is not None and experts.shared is not None:
-            shared_size = getattr(config, experts.shared_intermediate_size)
+            shared_size = getattr(config, f"{experts.shared}_intermediate_size")
         window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
         window_layers = config.num_hidden_layers if kinds is None else kinds.count("sliding_attention")
         return cls(
@@ -244,19 +243,14 @@ class Shape:
         return total
 
     def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[str], ...]:
-        mlp = "mlp.shared_expert." if self.shared_size else "mlp."
-        return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers, mlp)
+        if self.shared_size:  # its linears stand for the MLP's
+            targets = [target.replace("shared_expert.", "") for target in targets]
+        return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers)
 
 
 @cache
-def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...], own_mlp: str) -> tuple[frozenset[str], ...]:
+def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...]) -> tuple[frozenset[str], ...]:
     """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts.
-
-    Args:
-        layers: Number of layers.
-        targets: Ends of linears' names.
-        delta: Layers with a gated delta net.
-        own_mlp: What the layers have in place of "mlp." in the names of the MLP's linears.
 
     Raises:
         UserError: A target is the end of no linear's name.
@@ -266,8 +260,7 @@ def _adapted(layers: int, targets: tuple[str, ...], delta: tuple[int, ...], own_
         names: set[str] = set()
         mlp = {name: parts for name, parts in _LINEARS.items() if name.startswith("mlp.")}
         for linear, parts in (_DELTA_LINEARS | mlp if index in delta else _LINEARS).items():
-            name = f"model.layers.{index}.{linear.replace('mlp.', own_mlp)}"
-            matching = {target for target in targets if names_match(name, [target])}
+            matching = {target for target in targets if names_match(f"model.layers.{index}.{linear}", [target])}
             names.update(parts if matching else ())
             unknown -= matching
         adapted.append(frozenset(names))

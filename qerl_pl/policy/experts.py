@@ -21,16 +21,22 @@ from qerl_pl.formats.base_format import BIASES, BaseFormat, StoredExperts
 from qerl_pl.models.families import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.policy.delta_net import PackedDeltaNet
-from qerl_pl.policy.lora import parameter_name
+from qerl_pl.policy.lora import parameter_name, shared_input_linears
 from qerl_pl.policy.packed_layers import ACTIVATIONS, GatedMLP, PackedAttention
 
 
 class SharedExpert(GatedMLP):
-    """The MLP of a mixture that all tokens are given to; never in tiles."""
+    """The MLP of a mixture that all tokens are given to; never in tiles.
+
+    Its factor is multiplied before down, whose product is an addend of the layer's result then: no gradient needs it.
+    """
 
     def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
         """x [tokens, hidden] and a factor of the result [tokens, 1] -> as x."""
-        return self._at_once(x, factor)
+        product = self._activation(*shared_input_linears(self.shared_input, x))
+        with last_addend():
+            result: Tensor = self.down_proj(product if factor is None else product * factor)
+        return result
 
 
 class PackedExperts(nn.Module):
@@ -59,10 +65,10 @@ class PackedExperts(nn.Module):
         super().__init__()
         self._experts = experts
         self.add_module(experts.router, block.get_submodule(experts.router))
-        if experts.shared is not None and experts.shared_gate is not None:
+        if experts.shared is not None:
             self.add_module(experts.shared, SharedExpert(block.get_submodule(experts.shared), activation))
-            gate = block.get_submodule(experts.shared_gate)
-            self.add_module(experts.shared_gate, nn.ParameterDict(dict(gate.named_parameters())))  # takes no adapter
+            gate = dict(block.get_submodule(f"{experts.shared}_gate").named_parameters())
+            self.add_module(f"{experts.shared}_gate", nn.ParameterDict(gate))  # takes no adapter
         self._gate_up, self._down, self._activation = weights[GATE_UP], weights[DOWN], activation
         self.replayed: Tensor | None = None
         """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router selects."""
@@ -81,9 +87,9 @@ class PackedExperts(nn.Module):
         interleaved = self._experts.stored_in_stacks
         with last_addend():
             out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._activation, biases, interleaved)
-        if self._experts.shared is not None:
-            gate: Any = self.get_submodule(f"{self._experts.shared_gate}")
-            out = out + self.get_submodule(self._experts.shared)(x, functional.linear(x, gate["weight"]).sigmoid())
+        if (shared := self._experts.shared) is not None:
+            gate = functional.linear(x, self.get_parameter(f"{shared}_gate.weight"))
+            out = out + self.get_submodule(shared)(x, gate.sigmoid())
         out = out.view_as(hidden_states)
         return (out, topk_weights) if self._experts.returns_topk_weights else out
 

@@ -265,13 +265,11 @@ class GatedMLP(nn.Module):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return tiled(self._at_once, x, self.tile_tokens, trained)
 
-    def _at_once(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
-        """The result, or factor [..., 1] times it: multiplied before down, whose product no gradient needs then."""
+    def _at_once(self, x: Tensor) -> Tensor:
         outputs = shared_input_linears(self.shared_input, x)
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        product = self._activation(gate, up)
         with last_addend():
-            result: Tensor = self.down_proj(product if factor is None else product * factor)
+            result: Tensor = self.down_proj(self._activation(gate, up))
         return result
 
 
