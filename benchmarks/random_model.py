@@ -2,18 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
+from qerl_kernels import NVFP4Tensor, nvfp4_global_scale, quantize_nvfp4
+from qerl_kernels.reference import BLOCK
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.formats.fp4 import NVFP4_CONFIG, STACKS_CONFIG, MXFP4StacksFormat
-from qerl_pl.models.families import DOWN, GATE_UP, fused_group, stores_stacks, unquantized
+from qerl_pl.models.families import DOWN, GATE_UP, find_family, fused_group, stores_stacks, unquantized
 from qerl_pl.models.folder import ShardWriter
 from qerl_pl.policy.policy import Policy
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -26,6 +27,9 @@ SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "14b": (5120, 13824, 48, 40, 8, 152064),
     "32b": (5120, 27648, 64, 40, 8, 152064),
     "72b": (8192, 29568, 80, 64, 8, 152064),
+    "qwen3.5-tiny": (256, 512, 4, 4, 2, 512),
+    "qwen3.5-9b": (4096, 12288, 32, 16, 4, 248320),
+    "qwen3.5-27b": (5120, 17408, 64, 24, 4, 248320),
 }
 QWEN3 = ("8b",)
 """Shapes of Qwen3, which has norms of queries and keys; the others are Qwen2's."""
@@ -50,6 +54,8 @@ def config_of(shape: str) -> dict[str, Any]:
         shape: Of `SHAPES`.
     """
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    if shape.startswith("qwen3.5"):
+        return delta_net_config(shape)
     kind = "Qwen3" if shape in QWEN3 else "Qwen2"
     return {
         "architectures": [f"{kind}ForCausalLM"],
@@ -63,6 +69,34 @@ def config_of(shape: str) -> dict[str, Any]:
         "max_position_embeddings": 32768,
         **COMMON,
         **({"head_dim": hidden // heads} if kind == "Qwen3" else {}),
+    }
+
+
+def delta_net_config(shape: str) -> dict[str, Any]:
+    """`config_of` a Qwen3.5: three gated delta nets, then an attention."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    size, attention, key_heads = (64, 64, 2) if vocabulary == 512 else (128, 256, 16)
+    own = ("rope_theta", "dtype")
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "layer_types": layers // 4 * [*3 * ["linear_attention"], "full_attention"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": attention,
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": {4096: 32, 5120: 48}.get(hidden, 2 * key_heads),
+        "linear_key_head_dim": size,
+        "linear_value_head_dim": size,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "dtype": "bfloat16",
+        **{key: value for key, value in COMMON.items() if key not in own},
     }
 
 
@@ -144,21 +178,26 @@ def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True) -> None:
-    """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer."""
-    write_random(folder, config_of(shape), device, nvfp4)
+def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True, codes: bool = False) -> None:
+    """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer.
+
+    With `codes` the 4-bit codes themselves are drawn.
+    """
+    write_random(folder, config_of(shape), device, nvfp4, codes)
 
 
-def write_random(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True) -> None:
+def write_random(
+    folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool = True, codes: bool = False
+) -> None:
     """`write_model` for any config.json; experts in stacks are in MXFP4. The folder appears when it is complete."""
     part = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a run that was cut off
     part.mkdir(parents=True)
-    _write(part, config, device, nvfp4)
+    _write(part, config, device, nvfp4, codes)
     part.rename(folder)
 
 
-def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool) -> None:
+def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool, codes: bool) -> None:
     ignored, stacks = {"ignore": [*NVFP4_CONFIG["ignore"], *unquantized(config)]}, stores_stacks(config)
     quantization = {"quantization_config": STACKS_CONFIG if stacks else NVFP4_CONFIG | ignored} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))
@@ -166,9 +205,16 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
     sizes = published_sizes(config)
     writer = ShardWriter(folder)
     generator = torch.Generator(device).manual_seed(0)
+    family = find_family(config["model_type"])
 
     def random(name: str) -> torch.Tensor:
         values = torch.empty(sizes[name], dtype=torch.bfloat16, device=device)
+        if name.endswith("dt_bias"):  # states that forget within a token to a thousand
+            return values.uniform_(-7, -1, generator=generator)
+        if name.endswith("conv1d.weight"):
+            return values.normal_(std=0.5, generator=generator)
+        if family is not None and family.norm_offset and "norm" in name and "linear_attn" not in name:
+            return values.fill_(0.0)
         # Of a size that shows in the result: biases beside products of a normed input, sinks beside scores.
         large = stacks and name.endswith(("bias", "sinks"))
         return values.fill_(1.0) if "norm" in name else values.normal_(std=0.2 if large else 0.02, generator=generator)
@@ -179,21 +225,39 @@ def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bo
             for suffix, tensor in in_mxfp4(random(name)).items():
                 writer.add(f"{name}{suffix}", tensor)
             continue
-        if not nvfp4 or stacks or not name.endswith("_proj.weight"):
+        if not nvfp4 or stacks or family is None or not family.is_four_bits(name):
             writer.add(name, random(name))
             continue
         group = fused_group(name)
         if name in done:
             continue
         done.update(group)
-        weights = {member: random(member) for member in group}
-        scale = nvfp4_global_scale(*weights.values())
-        for member, weight in weights.items():
-            stem, packed = member.removesuffix(".weight"), quantize_nvfp4(weight, scale)
+        held = drawn(sizes, group, generator) if codes else quantized({member: random(member) for member in group})
+        for member, packed in held.items():
+            stem = member.removesuffix(".weight")
             writer.add(f"{stem}.weight_packed", packed.packed)
             writer.add(f"{stem}.weight_scale", packed.scale)
             writer.add(f"{stem}.weight_global_scale", packed.global_scale.clone())
     writer.finish()
+
+
+def quantized(weights: Mapping[str, torch.Tensor]) -> dict[str, NVFP4Tensor]:
+    """Weights that are fused, with one global scale."""
+    scale = nvfp4_global_scale(*weights.values())
+    return {name: quantize_nvfp4(weight, scale) for name, weight in weights.items()}
+
+
+def drawn(
+    sizes: Mapping[str, tuple[int, ...]], names: Iterable[str], generator: torch.Generator
+) -> dict[str, NVFP4Tensor]:
+    """Random codes and block scales, of weights with a root mean square of 0.02, which are not quantized first."""
+    found, device = {}, generator.device
+    for name in names:
+        rows, columns = sizes[name]
+        codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8, device=device, generator=generator)
+        scales = torch.empty(rows, columns // BLOCK, device=device).uniform_(0.75, 1.25, generator=generator)
+        found[name] = NVFP4Tensor(codes, scales.to(torch.float8_e4m3fn), torch.full((1,), 2.93 / 0.02, device=device))
+    return found
 
 
 def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:

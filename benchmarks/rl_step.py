@@ -84,6 +84,15 @@ class MemoryTable(logging.Handler):
         super().__init__()
         self.rows: list[list[str]] = []
 
+    @classmethod
+    def of_this_run(cls) -> "MemoryTable":
+        """A table that the package's log fills."""
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        held = cls()
+        logging.getLogger("qerl_pl").setLevel(logging.INFO)
+        logging.getLogger("qerl_pl").addHandler(held)
+        return held
+
     def emit(self, record: logging.LogRecord) -> None:
         head, _, items = record.getMessage().partition(": ")
         if head == "memory after the first update, GiB":
@@ -144,6 +153,24 @@ def settings(args: argparse.Namespace, base: Path) -> dict[str, Any]:
     }
 
 
+def measure(document: dict[str, Any], held: MemoryTable) -> dict[str, Any]:
+    """Run `qerl fit` with these settings: medians of all steps but the first, where there are more, and memory."""
+    sys.argv = sys.argv[:1]
+    began = time.perf_counter()
+    cli = QeRLCLI({"subcommand": "fit", "fit": document})
+    seconds = time.perf_counter() - began
+    # The YAML names this class by its module, which is another one than __main__.
+    memory = next(callback for callback in cli.trainer.callbacks if type(callback).__name__ == DriverMemory.__name__)
+    later = memory.steps[1:] or memory.steps
+    return {
+        "median": {name: statistics.median(step[name] for step in later if name in step) for name in memory.steps[-1]},
+        "steps": memory.steps,
+        "peak_gib": memory.peaks,
+        "memory_gib": dict(held.rows),
+        "process_seconds": seconds,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=random_model.SHAPES, default="7b")
@@ -158,10 +185,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-shapes"))
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    held = MemoryTable()
-    logging.getLogger("qerl_pl").setLevel(logging.INFO)
-    logging.getLogger("qerl_pl").addHandler(held)
+    held = MemoryTable.of_this_run()
     base = args.base / f"{args.shape}-{args.precision}"
     if not base.is_dir():
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,26 +193,12 @@ def main() -> None:
             select_backend("triton")
         random_model.write_model(base, args.shape, device, nvfp4=args.precision == "nvfp4")
         torch.cuda.empty_cache()
-    sys.argv = sys.argv[:1]
-    began = time.perf_counter()
-    cli = QeRLCLI({"subcommand": "fit", "fit": settings(args, base)})
-    seconds = time.perf_counter() - began
-    # The YAML names this class by its module, which is another one than __main__.
-    memory = next(callback for callback in cli.trainer.callbacks if type(callback).__name__ == DriverMemory.__name__)
-    later = memory.steps[1:]
-    result = {
-        "shape": args.shape,
-        "precision": args.precision,
-        "copies": args.copies,
-        "median": {name: statistics.median(step[name] for step in later if name in step) for name in memory.steps[-1]},
-        "steps": memory.steps,
-        "peak_gib": memory.peaks,
-        "memory_gib": dict(held.rows),
-        "process_seconds": seconds,
-    }
+    result = measure(settings(args, base), held)
+    result |= {"shape": args.shape, "precision": args.precision, "copies": args.copies}
+    memory_peaks: dict[str, float] = result["peak_gib"]
     headers = ["shape", "base", "copies", "sync ms", "rollout s", "update s", "peak GiB start / rollout / update"]
-    median: dict[str, float] = result["median"]  # type: ignore[assignment]
-    peaks = " / ".join(f"{memory.peaks.get(phase, 0):.1f}" for phase in ("start", "rollout", "update"))
+    median: dict[str, float] = result["median"]
+    peaks = " / ".join(f"{memory_peaks.get(phase, 0):.1f}" for phase in ("start", "rollout", "update"))
     row = [args.shape, args.precision, args.copies, f"{1e3 * median['time/sync_s']:.0f}"]
     row += [f"{median['time/rollout_s']:.2f}", f"{median['time/update_s']:.2f}", peaks]
     name = f"rl_step_{args.shape}_{args.precision}_{args.copies}"

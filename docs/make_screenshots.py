@@ -21,7 +21,6 @@ from PIL import Image
 
 PAGES = {
     "tensorboard-curves.png": ("#custom_scalars&_smoothingWeight=0", (1320, 1010)),
-    "tensorboard-completions.png": ("#text&tagFilter=completions", (1100, 640)),
 }
 """File, address under TensorBoard's, and size in pixels."""
 

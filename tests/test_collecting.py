@@ -264,17 +264,6 @@ def test_an_evaluation_worked_out(name: str) -> None:
     assert evaluator_of(Scripted()).evaluate(PROMPTS[:3], policy.weights(5)).name == ""
 
 
-def test_an_evaluation_says_whether_its_accuracy_reward_tells_answers() -> None:
-    class Telling(Even):
-        def extract_answer(self, completion: str) -> str | None:
-            return completion or None
-
-    for reward, tells in ((Even(), False), (Telling(), True)):
-        found = evaluator_of(Scripted(), rewards=[reward]).evaluate(PROMPTS[:3], Watched().weights(5))
-        assert found.tells_answers is tells
-        assert all((one.answer is not None) == tells for prompt in found.prompts for one in prompt.samples)
-
-
 def test_wrong_answers_vote_by_their_normal_form() -> None:
     class Telling(Even):
         def extract_answer(self, completion: str) -> str | None:

@@ -106,7 +106,6 @@ FLAGS = {
     "--merge run dst": "--merge=true run dst",
     "run dst --merge --checkpoint x.ckpt": "run dst --merge=true --checkpoint x.ckpt",
     "run dst --merge true": "run dst --merge true",
-    "run dst --merge False": "run dst --merge False",
     "run dst --merge=false": "run dst --merge=false",
     "run dst --checkpoint x.ckpt": "run dst --checkpoint x.ckpt",
 }
@@ -131,10 +130,8 @@ NEAREST = {
     "max_steps": "trainer.max_steps",
     "trainer.steps": "trainer.max_steps",
     "batch_size": "data.batch_size",
-    "model.polcy.path": "model.policy.path",
     "model.optimiser.lr": "model.optimizer.lr",
     "num_generations": "rollout.group_size",
-    "rollout.temprature": "rollout.sampling.temperature",
     "rollout.sampling.temprature": "rollout.sampling.temperature",
     "sampling.max_tokens": "rollout.sampling.max_tokens",
     "seed": "seed_everything",
@@ -142,9 +139,7 @@ NEAREST = {
     "resum": "resume",
     "version": None,
     "model.zzz": None,
-    "rollout.sampling.zzz": None,
     "rollout.egnine.max_num_seqs": "rollout.engine.max_num_seqs",
-    "chekpoint.keep": "checkpoint.keep",
 }
 
 
@@ -159,7 +154,6 @@ CLASSES = {
     "model: {objective: {class_path: GRPO, beta: 0.1}}": "line 1 has beta beside",
     "model:\n  optimizer:\n    class_path: torch.optim.AdamW\n    lr: 0.1": "line 4 has lr beside",
     "rollout: {rewards: {format: {class_path: Format, weight: 0.3}}}": "has weight beside",
-    "rollout: {rewards: [{class_path: Format, init_args: {}, weight: 0.3}]}": "has weight beside",
     "noise: {sigma_start: 0.1, class_path: AdaptiveQuantizationNoise}": "has sigma_start beside",
     "trainer: {callbacks: [{class_path: CompletionLog, jsonl: true}]}": "has jsonl beside",
     "data: {class_path: TableDataModule, path: x.jsonl, init_args: {batch_size: 4}}": "has path beside",
@@ -181,8 +175,6 @@ def test_arguments_beside_the_name_of_a_class_are_told(tmp_path: Path, text: str
 
 CODE = {
     "no colon": b"def reward(completions)\n    return [1.0]\n",
-    "an open bracket": b"def reward(completions):\n    return [1.0\n",
-    "no indentation": b"def reward(completions):\nreturn [1.0]\n",
     "tabs and spaces": b"def reward(c):\n\tif c:\n        return [1.0]\n",
     "another language": b"function reward() { return 1 }\n",
     "not UTF-8": b"def reward(c):\n    return 'f\xfcr'\n",

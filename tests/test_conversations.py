@@ -61,55 +61,21 @@ def test_an_answer_is_learned_behind_the_prompt_that_rollouts_have(tokenizer: Pr
     assert texts(tokenizer, bare)[0] == "<|bos|><|user|>Why?<|assistant|>Because.<|eos|>"
 
 
+BLUE = {"prompt": "The sky is", "completion": " blue."}
+ASKED = "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|>"
+WHOLE = f"{ASKED}<|user|>And 2+2?<|assistant|>It is 4.<|eos|>"
+OPEN = f"{ASKED.removeprefix('<|bos|>')}<|user|>And 2+2?<|eos|>"
+BOTH = "2<|eos|>It is 4.<|eos|>"
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
-    "text": (
-        {"prompt": "The sky is", "completion": " blue."},
-        {},
-        "The sky is blue.<|eos|>",
-        " blue.<|eos|>",
-    ),
-    "whole text": (
-        {"prompt": "The sky is", "completion": " blue."},
-        {"completion_only_loss": False},
-        "The sky is blue.<|eos|>",
-        "e sky is blue.<|eos|>",  # nothing predicts the first token, which is Th
-    ),
-    "prompt and completion": (
-        {"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]},
-        {},
-        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
-        "2<|eos|>It is 4.<|eos|>",
-    ),
-    "a prompt with turns": (
-        {"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]},
-        {},
-        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
-        "It is 4.<|eos|>",
-    ),
-    "messages": (
-        {"messages": DIALOGUE},
-        {},
-        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
-        "It is 4.<|eos|>",
-    ),
-    "messages that end with a question": (
-        {"messages": DIALOGUE[:3]},
-        {},
-        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|>",
-        "2<|eos|>",
-    ),
-    "every message of the assistant": (
-        {"messages": DIALOGUE},
-        {"assistant_only_loss": True},
-        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|assistant|>It is 4.<|eos|>",
-        "2<|eos|>It is 4.<|eos|>",
-    ),
-    "a whole conversation": (
-        {"messages": DIALOGUE[:3]},
-        {"completion_only_loss": False},
-        "<|bos|><|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|eos|>",
-        "<|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?<|eos|>",
-    ),
+    "text": (BLUE, {}, "The sky is blue.<|eos|>", " blue.<|eos|>"),
+    # Nothing predicts the first token, which is Th.
+    "whole text": (BLUE, {"completion_only_loss": False}, "The sky is blue.<|eos|>", "e sky is blue.<|eos|>"),
+    "prompt and completion": ({"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:]}, {}, WHOLE, BOTH),
+    "a prompt with turns": ({"prompt": DIALOGUE[:3], "completion": DIALOGUE[3:]}, {}, WHOLE, "It is 4.<|eos|>"),
+    "messages": ({"messages": DIALOGUE}, {}, WHOLE, "It is 4.<|eos|>"),
+    "messages that end with a question": ({"messages": DIALOGUE[:3]}, {}, ASKED, "2<|eos|>"),
+    "every message of the assistant": ({"messages": DIALOGUE}, {"assistant_only_loss": True}, WHOLE, BOTH),
+    "a whole conversation": ({"messages": DIALOGUE[:3]}, {"completion_only_loss": False}, f"<|bos|>{OPEN}", OPEN),
 }
 
 
@@ -190,9 +156,8 @@ def test_the_assistants_tokens_are_those_of_transformers(tiny_policy_dir: Path) 
 def test_arguments_of_the_chat_template_reach_it(tiny_policy_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
     tokenizer.chat_template = "{% if think %}think {% endif %}" + tokenizer.chat_template
-    for kwargs, start in (({"think": True}, "think <|bos|>"), ({}, "<|bos|>")):
-        (conversation,) = conversations(tokenizer, {"messages": DIALOGUE}, chat_template_kwargs=kwargs)
-        assert texts(tokenizer, conversation)[0].startswith(start)
+    (conversation,) = conversations(tokenizer, {"messages": DIALOGUE}, chat_template_kwargs={"think": True})
+    assert texts(tokenizer, conversation)[0].startswith("think <|bos|>")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -395,35 +360,19 @@ def test_many_rows_are_cached_and_lie_in_tensors(tiny_policy_dir: Path, tmp_path
     assert len(short._train) < len(first._train) and len([*tmp_path.glob("conversations-*")]) == 4
 
 
+def answers(prompt: str, *texts: str) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "completion": text} for text in texts]
+
+
+CALL: list[dict[str, Any]] = [{"messages": DIALOGUE[:2]}]
 REPEATS: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any], int]] = {
-    "a row": ([{"prompt": "a", "completion": "b"}], [{"prompt": "a", "completion": "b"}], {}, 1),
-    "a row in another format": (
-        [{"messages": DIALOGUE[:2]}],
-        [{"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:2]}, {"messages": DIALOGUE}],
-        {},
-        1,
-    ),
-    "a prompt with another answer": (
-        [{"prompt": "ab", "completion": "b"}],
-        [{"prompt": "ab", "completion": "c"}],
-        {},
-        1,
-    ),
-    "one of several answers": (
-        [{"prompt": "a", "completion": text} for text in "bc"],
-        [{"prompt": "a", "completion": text} for text in "cd"],
-        {},
-        1,
-    ),
-    "a conversation that begins alike": ([{"messages": DIALOGUE[:2]}], [{"messages": DIALOGUE}], {}, 0),
-    "whole conversations": (
-        [{"prompt": "a", "completion": "b"}],
-        [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "c"}],
-        {"completion_only_loss": False},
-        1,
-    ),
+    "a row": (answers("a", "b"), answers("a", "b"), {}, 1),
+    "a row in another format": (CALL, [{"prompt": DIALOGUE[:1], "completion": DIALOGUE[1:2]}], {}, 1),
+    "one of several answers": (answers("a", "b", "c"), answers("a", "c", "d"), {}, 1),
+    "a conversation that begins alike": (CALL, [{"messages": DIALOGUE}], {}, 0),
+    "whole conversations": (answers("a", "b"), answers("a", "b", "c"), {"completion_only_loss": False}, 1),
     "every turn": ([{"messages": DIALOGUE}], [{"messages": DIALOGUE}] * 2, {"assistant_only_loss": True}, 2),
-    "nothing": ([{"prompt": "a", "completion": "b"}], [{"prompt": "b", "completion": "b"}], {}, 0),
+    "nothing": (answers("a", "b"), answers("b", "b"), {}, 0),
 }
 
 

@@ -42,6 +42,7 @@ from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.vllm import weight_map
+from qerl_pl.engines.vllm.startup import position_overrides
 from qerl_pl.errors import UserError
 from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import load_dense_model, write_dense_checkpoint
@@ -369,6 +370,15 @@ def test_vllms_cpu_build_takes_no_float32(source: Path) -> None:
         UserError, match="CPU build computes gated delta nets in bfloat16 alone; the run is in torch.fl"
     ):
         VLLMEngine().launch(EngineSpec(source, torch.float32, torch.device("cpu"), 0, (), 96))
+
+
+@pytest.mark.parametrize(
+    "axes", [{}, {"mrope_section": [11, 11, 10]}, {"mrope_section": [3], "mrope_interleaved": True}]
+)
+def test_positions_in_text_have_one_axis(axes: dict[str, Any]) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    config = {"model_type": "qwen3_5_text", "max_position_embeddings": 64, "rope_parameters": rope | axes}
+    assert position_overrides(config) == ({"rope_parameters": rope} if axes else {})
 
 
 @pytest.mark.parametrize("asked", [None, True, False])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dialogue_helpers import LocalPool, Talking, end_of, tokenizer_of
+from light_helpers import WordyGame
 from lightning.pytorch import Callback, LightningModule, Trainer
 from short_run import module_of, trainer_of
 from test_environment_runs import PATTERN
@@ -18,7 +19,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from qerl_pl.algorithm import DrGRPO
 from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
-from qerl_pl.callbacks.completions import _markdown, _row
+from qerl_pl.callbacks.completions import _row
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.environments.contract import ToolAnswer
@@ -27,7 +28,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
-from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions
+from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions, pad_routing
 from qerl_pl.rollout.scoring import Scorer, last_turn
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
@@ -353,9 +354,7 @@ def test_a_dialogue_is_shown_with_what_trains_marked() -> None:
     messages = ({"role": "assistant", "content": "guess 4"}, {"role": "tool", "name": "guess", "content": "<b>|\n"})
     record = CompletionRecord("p", "question", "last turn", "7", {"total": 1.0}, False, 3, messages=messages)
     assert _row(2, record)[3] == "[assistant, trained] guess 4\n[tool guess] <b>|\n"
-    shown = _markdown(2, [record])
-    assert "> *assistant, trained*<br><strong>guess 4</strong>\n\n> *tool guess*<br>&lt;b&gt;&#124;<br>" in shown
-    assert "last turn" not in shown and "last turn" in _markdown(2, [replace(record, messages=None)])
+    assert _row(2, replace(record, messages=None))[3] == "last turn"
 
 
 def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() -> None:
@@ -382,13 +381,8 @@ def test_a_call_of_an_unknown_tool_is_answered_by_a_message_of_no_ones_name() ->
             ["Error: ValueError: first; correct"],
         ),
         ([("Error: KeyError: 'GAME_KEY'", True)], ["workers get few variables: name GAME_KEY in rollout.environment."]),
-        (
-            [("Error: ended after its time limit of 1 s", True)],
-            ["Error: ended after its time limit of 1 s; correct it"],
-        ),
         ([("Error: ValueError: once", True), ("higher", False)], []),
         ([("Error: wrong arguments", False)], []),
-        ([("higher", False)], []),
     ],
 )
 def test_a_tool_whose_every_call_raises_is_warned_of_once(
@@ -437,3 +431,40 @@ def test_an_engine_that_takes_turns_as_they_are_ready_waits_for_no_tool() -> Non
     found = sampler_of(LocalPool(Opening, threads=8)).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
     expected = sampler_of(LocalPool(Game)).sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
     assert [one.token_ids for one in found] == [one.token_ids for one in expected] and engine.taken < 7
+
+
+# Long observations ----------------------------------------------------------------------------------------------------
+
+
+def test_a_long_observation_ends_its_dialogue_before_the_first_turn(caplog: pytest.LogCaptureFixture) -> None:
+    class Wordy(Game):
+        def __init__(self, row: Mapping[str, Any]) -> None:
+            self.game = WordyGame()
+
+        def reset(self, **row: Any) -> str | None:  # type: ignore[override]
+            return self.game.reset(**row)
+
+    engine, pool = Playing(7), LocalPool(Wordy)
+    jobs = [DialogueJob(prompt, 0) for prompt in PROMPTS]
+    found = sampler_of(pool, workers=2).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    said = ({"role": "assistant", "content": ""},)
+    ended = Completion((), (), "length", (), (1, 2), DialogueFacts(0, 0, 0, 0.0, said, 0.0))
+    assert found[1::2] == [ended] * 3 and not any(
+        "even" in engine.tokenizer.decode(r.prompt_ids) for r, _ in engine.log
+    )
+    assert [one.token_ids for one in found[::2]] == [
+        one.token_ids
+        for one in sampler_of(LocalPool(Game)).sample(Playing(7), jobs[::2], SAMPLING, 7)  # type: ignore[arg-type]
+    ]
+    assert caplog.text.count("more than data.max_prompt_tokens=200: such dialogues end before their first turn") == 1
+    assert all(session.closed for session in pool.sessions)
+
+
+def test_a_dialogue_without_a_turn_has_no_routing() -> None:
+    """The rows beside it keep theirs."""
+    routing = torch.arange(6, dtype=torch.int16).view(3, 2, 1)
+    empty, whole = Completion((), (), "length", ()), Completion((3, 4), (-0.5, -0.25), "stop", routing=routing)
+    padded = pad_routing([[empty, whole]], (2, 4))
+    assert padded is not None and (padded[0] == -1).all()
+    assert padded[1, :, :, 0].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1]]
+    assert pad_routing([[empty]], (1, 2)) is None

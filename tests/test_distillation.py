@@ -495,11 +495,3 @@ def test_full_fine_tuning_counts_the_teacher_that_it_loads(
     assert ("teacher" in counted) == (module.teacher is not None) == (coefficient > 0)
     if module.teacher is not None:
         assert f"teacher {held_gib(module.teacher._model.parameters()):.3g};" in counted
-
-
-def test_without_distillation_no_teacher_is_loaded(student_dir: Path, tmp_path: Path) -> None:
-    module = module_of(student_dir, teacher=TeacherConfig(path="no/such/model"))
-    trainer = trainer_of(tmp_path / "run", limit_train_batches=1)
-    trainer.fit(module, datamodule=data())
-    assert module.teacher is None and module.teacher_identity is None
-    assert "distill/kl" not in trainer.callback_metrics

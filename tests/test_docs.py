@@ -390,7 +390,7 @@ def test_what_a_run_leaves_is_on_the_page(workdir: Path) -> None:
     told = {path for pattern in patterns for found in run.glob(pattern) for path in (found, *found.rglob("*"))}
     assert len(written) > 8 and written - told == set()
     elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed", "model"} | {"evaluation"}
-    elsewhere |= {"evaluation.json", "evaluation.md", "evaluation.png", "validate"}  # of runs of another kind
+    elsewhere |= {"evaluation.json", "evaluation.md", "validate"}  # of runs of another kind
     assert {pattern for pattern in patterns if not list(run.glob(pattern))} == elsewhere
     first, *_ = (run / "completions.jsonl").read_text().splitlines()
     assert json.loads(first).keys() <= set(pages.code(ROOT / "docs" / "run-folder.md"))

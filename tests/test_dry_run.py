@@ -8,7 +8,6 @@ import pages
 import pytest
 import torch
 
-from qerl_pl.cli import dry_run
 from qerl_pl.cli.main import main
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import EngineSpec
@@ -178,10 +177,6 @@ def test_a_small_card_needs_what_the_page_says(capsys: pytest.CaptureFixture[str
         words = [word for file in ("gsm8k", f"qwen2.5_{name}", "small_card") for word in ("-c", file)]
         needed = max(map(float, run(capsys, *words, "--model.policy.path", str(qwen3_8b))["in all"]))
         assert f"{needed:.1f}" == expected, name
-
-
-def test_cards_are_those_of_the_page() -> None:
-    assert dry_run.CARDS == (12, 16, 24, 32, 48, 80)
 
 
 def test_the_page_shows_what_the_command_prints(

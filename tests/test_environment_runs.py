@@ -19,10 +19,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from test_ranks import same_run
 
 from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
+from qerl_pl.callbacks.evaluation import environment_settings
 from qerl_pl.datamodules import TableDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.modules import PolicyConfig, QeRLModule
 from qerl_pl.rewards import GSM8KAnswer
+from qerl_pl.toy.game import GuessNumber
 
 ROLLOUTS = 22
 PATTERN = r"(?P<name>guess) (?P<number>\d+)"
@@ -133,11 +135,11 @@ def die_at(moment: int) -> None:
     counted(AtomicCheckpointIO, "save_checkpoint")
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.nightly)])
-def test_killed_at_random_moments_a_run_ends_with_the_same_bits(
-    whole: Path, game_policy_dir: Path, tmp_path: Path, times: int
+@pytest.mark.nightly
+def test_killed_twenty_times_at_random_moments_a_run_ends_with_the_same_bits(
+    whole: Path, game_policy_dir: Path, tmp_path: Path
 ) -> None:
-    rng, kills = random.Random(0), 0
+    rng, kills, times = random.Random(0), 0, 20
     config = game(game_policy_dir, tmp_path / "run")
     while True:
         prepare: Callable[[], None] | None = partial(die_at, rng.randrange(15, 50)) if kills < times else None
@@ -182,3 +184,53 @@ def test_each_data_module_has_its_own_prompts_in_dialogues(tiny_policy_dir: Path
         assert [tool["function"]["name"] for tool in tools] == ["calculate"] and rollout._dialogues is not None
         assert (rollout._dialogues.continuation.system_prompt, rollout._dialogues.max_prompt_tokens) == (stage, limit)
     rollout.close()
+
+
+# Every part -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Path) -> None:
+    """Dynamic sampling, noise, packing, corrections by completion, over-long penalty, micro-batches."""
+    config = game(game_policy_dir, tmp_path / "run", resample_rounds=2)
+    config["model"]["objective"] = {
+        "class_path": "qerl_pl.algorithm.GSPO",
+        "init_args": {"beta": 0.05, "correction": "geometric_mask_token_tis", "mask_truncated": True},
+    }
+    config["model"]["micro_batch_tokens"] = 150
+    callbacks = {one["class_path"].rpartition(".")[2]: one for one in config["trainer"]["callbacks"]}
+    callbacks["AdaptiveQuantizationNoise"]["init_args"] = {"stages": 2, "noiseless_first_stage": False}
+    rollout = callbacks["RolloutCallback"]["init_args"]
+    rollout |= {"sampling": {"max_tokens": 60}, "accuracy_reward": "environment"}
+    rollout["environment"]["max_turns"] = 8
+    rollout["rewards"] = [{"class_path": "qerl_pl.rewards.OverlongPenalty", "init_args": {"max_length": 30}}]
+    config["trainer"] |= {"max_steps": 16, "val_check_interval": 2}
+    status, output = fit(config)
+    assert status == 0, output
+    rows = lines(tmp_path / "run")
+    assert {row["version"] for row in rows} == set(range(4)) and any(not row["trained"] for row in rows)
+    assert any(row["truncated"] for row in rows)
+    for row in rows:  # sampled tokens alone: with the answers, a dialogue of 60 tokens would be at the full penalty
+        free = 30 - 30 // 4
+        assert row["rewards"]["overlong"] == pytest.approx(-min(1.0, max(0.0, (row["tokens"] - free) / (30 // 4))))
+        assert row["tokens"] < 60
+
+
+def test_an_evaluations_digest_covers_the_environments_settings() -> None:
+    game = "qerl_pl.toy.game.GuessNumber"
+    arguments = {"class_path": game, "init_args": {"limit": 3}}
+    for environment, found in (
+        ("my_game.py:Game", "my_game.py:Game"),
+        (arguments, arguments),
+        (GuessNumber, game),
+        (partial(GuessNumber, 3), game),
+    ):
+        settings = environment_settings(EnvironmentConfig(factory=environment))["environment"]
+        assert settings["environment"] == found
+
+    def of(**settings: Any) -> dict[str, Any]:
+        return environment_settings(EnvironmentConfig(factory="qerl_pl.toy.game.GuessNumber", **settings))
+
+    plain = of(tool_format=PATTERN)
+    assert plain["environment"]["environment"] == "qerl_pl.toy.game.GuessNumber"
+    assert plain != of(tool_format=PATTERN, max_turns=3) and plain != of()
+    assert plain == of(tool_format=PATTERN, tool_wait=1.0, workers=2, tool_time_limit=1.0)

@@ -6,7 +6,7 @@ import shutil
 import signal
 from collections.abc import Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,7 @@ import pytest
 import torch
 from fit_helpers import configuration
 from lightning.pytorch import Trainer
-from PIL import Image
 from scripted import Scripted, evaluator_of
-from shared_data import DATA, needs_data
 from short_run import data, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -27,7 +25,6 @@ from qerl_pl.engines import TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, RewardFunction, RewardSample, as_rewards
-from qerl_pl.runtime.machine import machine_of
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 CONFIG = Path(__file__).parents[1] / "configs" / "evaluate.yaml"
@@ -108,21 +105,6 @@ def test_a_report_has_every_metric_of_every_set(
     assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
 
 
-def test_a_source_tree_that_is_not_installed_writes_its_report_without_its_version(
-    tiny_policy_dir: Path, tmp_path: Path, sets: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def installed(package: str) -> str:
-        if package == "qerl-pl":
-            raise PackageNotFoundError(package)
-        return version(package)
-
-    monkeypatch.setattr("qerl_pl.runtime.machine.version", installed)
-    machine = evaluate(tiny_policy_dir, tmp_path, sets)["machine"]
-    assert machine == machine_of(torch.device("cpu")) | {"math-verify": version("math-verify")}
-    assert machine.keys() >= {"torch", "transformers", "lightning"} and "qerl-pl" not in machine
-    assert machine["torch"] == version("torch")
-
-
 def test_several_samplings_are_in_one_report(
     tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,9 +136,6 @@ def test_several_samplings_are_in_one_report(
     log = EventAccumulator(str(next((tmp_path / "run").glob("events.*")))).Reload()
     (event,) = log.Scalars("test/easy/card_pass@2_low")
     assert event.value == pytest.approx(report["sets"]["easy"]["metrics"]["card_pass@2"]["low"])
-    (shown,) = log.Images("test/pass@k")
-    with Image.open(tmp_path / "run" / "evaluation.png") as plot:
-        assert (shown.width, shown.height) == plot.size
     # By itself the card's sampling takes those samples, and asks for the greedy ones alone.
     alone = evaluate(
         tiny_policy_dir, tmp_path / "run", sets, "--rollout.evaluation.sampling", "{temperature: 0.6, top_p: 0.95}"
@@ -308,18 +287,6 @@ def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
     (broken / "adapter_model.safetensors").unlink()
     assert main(["test", "-c", str(CONFIG), "--model.policy.path", str(broken)]) == 2
     assert "an adapter in PEFT's format has adapter_model.safetensors" in capsys.readouterr().err
-
-
-@needs_data
-def test_real_questions_are_asked_and_graded(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    real = {
-        "GSM8K": {"path": str(DATA / "gsm8k"), "limit": 5},
-        "MATH-500": {"path": str(DATA / "math500.jsonl"), "question": "problem", "limit": 5},
-    }
-    report = evaluate(tiny_policy_dir, tmp_path, json.dumps(real), "--data.max_prompt_tokens", "2000")
-    assert {name: one["prompts"] for name, one in report["sets"].items()} == {"GSM8K": 5, "MATH-500": 5}
-    found = {line["prompt_id"]: line["reference"] for line in lines(tmp_path)}
-    assert found["GSM8K-0"] == "18" and found["MATH-500-0"] == "\\left( 3, \\frac{\\pi}{2} \\right)"
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])

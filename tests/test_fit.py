@@ -1,7 +1,6 @@
 """Training end to end, in this process, on a tiny policy."""
 
 import copy
-import dataclasses
 import json
 import math
 import re
@@ -12,20 +11,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from fit_helpers import KEYS, configuration, train, with_keys
+from fit_helpers import KEYS, configuration, with_keys
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from short_run import data, module_of, rollout_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoTokenizer
 
-from qerl_pl.callbacks import AdaptiveQuantizationNoise
 from qerl_pl.cli.export import base_of
 from qerl_pl.cli.main import QeRLCLI, main
-from qerl_pl.engines import TransformersEngine
-from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.rollout.parity_check import LogprobParity, require_logprob_parity
 from qerl_pl.runtime.checkpoint_io import newest_checkpoint
 
 CALLBACKS = "qerl_pl.callbacks."
@@ -63,13 +58,6 @@ def finished(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return run
 
 
-def test_tensorboard_has_a_text_panel_and_the_layout(finished: Path) -> None:
-    events = EventAccumulator(str(finished)).Reload()
-    assert "completions/text_summary" in events.Tags()["tensors"]
-    assert "custom_scalars__config__" in events.Tags()["tensors"]
-    assert [event.value > 0 for event in events.Scalars("time/rollout_s")] == [True, True]
-
-
 def test_the_logged_learning_rate_is_the_mean_of_those_used(finished: Path) -> None:
     # Two rollouts of four steps: one of warm-up at rate 0, then a cosine over seven from 0.01.
     rates = [0.0] + [0.01 * (1 + math.cos(math.pi * step / 7)) / 2 for step in range(7)]
@@ -102,96 +90,6 @@ def test_trains_without_each_optional_callback(
     fit(settings, monkeypatch)
     same = equal(adapter(tmp_path / "run"), adapter(finished))
     assert same == (name != "AdaptiveQuantizationNoise")  # only noise is part of what is learned
-
-
-def test_order_of_callbacks_does_not_matter(
-    finished: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_of(tiny_policy_dir, tmp_path / "run")
-    settings["trainer"]["callbacks"].reverse()
-    fit(settings, monkeypatch)
-    assert equal(adapter(tmp_path / "run"), adapter(finished))
-
-
-def test_micro_batches_give_the_whole_batch_update(
-    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    adapters = []
-    for size in (None, 1):
-        settings = settings_of(tiny_policy_dir, tmp_path / f"run{size}", rollouts=1)
-        settings["model"] |= {"micro_batch_tokens": size}
-        settings["model"]["policy"]["lora"]["dropout"] = 0.0
-        settings["model"]["optimizer"] = {"class_path": "torch.optim.SGD", "init_args": {"lr": 1.0}}
-        fit(settings, monkeypatch)
-        adapters.append(adapter(tmp_path / f"run{size}"))
-    for name, tensor in adapters[0].items():
-        torch.testing.assert_close(tensor, adapters[1][name], rtol=1e-4, atol=1e-6)
-
-
-class Recorder(TransformersEngine):
-    """Keeps what it was told, and may fail."""
-
-    def __init__(self, fail: bool = False) -> None:
-        super().__init__()
-        self.fail = fail
-        self.syncs: list[tuple[int, float, float]] = []
-
-    def sync(self, weights: Any) -> Any:
-        report = super().sync(weights)
-        self.syncs.append((weights.version, weights.noise.sigma if weights.noise else -1.0, report.noise_std))
-        return report
-
-    def generate(self, requests: Any, sampling: Any) -> Any:
-        completions = super().generate(requests, sampling)
-        if self.fail and sampling.temperature > 0:
-            raise RuntimeError("the engine broke")
-        return completions
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_noise_that_is_asked_for_is_there_and_off_in_validation(
-    tiny_policy_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    engine = Recorder()
-    train(tiny_policy_dir, tmp_path, engine, dtype)
-    # Rollouts, validation, two self-checks with the adapter on and off, its own and a probe.
-    assert len(engine.syncs) == 4 + 1 + 2 * 4
-    syncs = [*engine.syncs[4:5], *engine.syncs[9:]]
-    versions, sigmas, measured = zip(*syncs, strict=True)
-    assert versions == (0, 1, 2, 3, 4)
-    assert sigmas == pytest.approx((0.0, 1e-2, 1e-3, 1e-4, -1.0))  # noiseless stage, three noisy ones, validation
-    assert measured[0] == 0.0 and measured[4] == 0.0
-    for sigma, std in zip(sigmas[1:4], measured[1:4], strict=True):
-        assert std == pytest.approx(sigma, rel=0.05)
-
-
-def test_trainer_keeps_its_bits_when_generation_raises(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    engine = Recorder(fail=True)
-    before: dict[str, torch.Tensor] = {}
-    plain = Recorder.sync
-
-    def sync(self: Recorder, weights: Any) -> Any:
-        before.update({name: tensor.clone() for name, tensor in weights.tensors.items()})
-        held.update(weights.tensors)
-        return plain(self, weights)
-
-    held: dict[str, torch.Tensor] = {}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Recorder, "sync", sync)
-        monkeypatch.setattr(AdaptiveQuantizationNoise, "__init__", noisy_from_the_start(AdaptiveQuantizationNoise))
-        with pytest.raises(RuntimeError, match="the engine broke"):
-            train(tiny_policy_dir, tmp_path, engine)
-    assert engine.syncs[4][1] == 1e-2 and len(before) == 4
-    assert equal(before, held)
-
-
-def noisy_from_the_start(cls: type[AdaptiveQuantizationNoise]) -> Any:
-    plain = cls.__init__
-
-    def init(self: AdaptiveQuantizationNoise, stages: int) -> None:
-        plain(self, stages=stages, noiseless_first_stage=False)
-
-    return init
 
 
 def test_validate_from_a_checkpoint_and_export(
@@ -346,40 +244,6 @@ def test_what_lightnings_own_trainer_has_saved_is_exported(
     assert re.search("needs a checkpoint; .* has no .*step=N.ckpt.* --checkpoint", capsys.readouterr().err)
 
 
-class Deaf(TransformersEngine):
-    """Ignores the adapter of every sync after the first, as a broken sync would."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first: Any = None
-
-    def sync(self, weights: Any) -> Any:
-        if weights.adapter is not None:
-            self.first = self.first or {name: (a.clone(), b.clone()) for name, (a, b) in weights.adapter.items()}
-            weights = dataclasses.replace(weights, adapter=self.first)
-        return super().sync(weights)
-
-
-def test_self_check_stops_a_run_whose_adapter_never_reaches_the_engine(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="engine and trainer must agree within 0.25 nats"):
-        train(tiny_policy_dir, tmp_path, Deaf(), lr=0.05)
-
-
-class Mute(TransformersEngine):
-    """Never takes over an adapter."""
-
-    def sync(self, weights: Any) -> Any:
-        return super().sync(dataclasses.replace(weights, adapter=None))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_self_check_sees_an_adapter_that_is_never_written_before_it_has_learned_anything(
-    tiny_policy_dir: Path, tmp_path: Path, dtype: str
-) -> None:
-    with pytest.raises(UserError, match="engine and trainer must agree"):
-        train(tiny_policy_dir, tmp_path, Mute(), dtype=dtype, lr=0.0)
-
-
 def test_a_run_whose_completions_are_all_truncated_claims_no_means(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -404,17 +268,3 @@ def test_the_self_check_asks_for_no_more_than_the_engine_was_launched_for(
     settings["data"]["init_args"]["max_prompt_tokens"] = max(lengths)  # no room beyond the six tokens of a completion
     settings["trainer"]["default_root_dir"] = str(tmp_path / "tight")
     assert fit(settings, monkeypatch).model.policy_version == 2
-
-
-def test_the_self_check_takes_nan_for_no_agreement_and_a_probe_is_held_to_its_effect() -> None:
-    require_logprob_parity(LogprobParity(0.1, 0.1, 0.1), bound=0.25)
-    probe = {"adapter_on": 0.4, "adapter_off": 0.01, "adapter_effect": 2.0}
-    require_logprob_parity(LogprobParity(**probe), bound=0.25, perturbed=True)
-    refused = [(LogprobParity(*values), False) for values in ((math.nan, 0.1, 0.1), (0.1, math.nan, 0.1))]
-    refused += [
-        (LogprobParity(**probe | wrong), True)
-        for wrong in ({"adapter_on": 1.5}, {"adapter_on": math.nan}, {"adapter_off": 0.3})
-    ]
-    for found, perturbed in refused:
-        with pytest.raises(UserError, match="must agree within 0.25 nats"):
-            require_logprob_parity(found, bound=0.25, perturbed=perturbed)

@@ -1,6 +1,5 @@
 """Full fine-tuning: every weight trains as in a plain model, reaches every engine, and comes out as a plain model."""
 
-import dataclasses
 import json
 import shutil
 from functools import partial
@@ -163,17 +162,6 @@ def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> No
         engine.close()
 
 
-def test_an_engine_that_keeps_old_weights_is_found_out(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    class Stale(TransformersEngine):
-        def sync(self, weights: PolicyWeights):  # type: ignore[no-untyped-def]
-            kept = {name: tensor for name, tensor in weights.tensors.items() if "norm" in name}
-            return super().sync(dataclasses.replace(weights, tensors=kept))
-
-    policy = {"path": str(tiny_policy_dir), "dtype": "float32", "quantization": "none", "finetune": "full"}
-    with pytest.raises(UserError, match="engine and trainer must agree within"):
-        train(tiny_policy_dir, tmp_path, Stale(), policy=policy)
-
-
 def test_a_run_says_where_its_model_is(
     tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,36 +259,6 @@ def test_a_teacher_takes_memory_too(
             continue
         with pytest.raises(UserError, match="and while the teacher computes"):
             require_memory(*arguments)
-
-
-def test_memory_of_a_7b_by_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """7.6e9 weights by 4 + 4 bytes are 56.6 GiB; by AdamW's 8 as much again; by 8-bit AdamW's 2 + 2 * 4 / 256, 14.4.
-
-    The latter has a byte for each of two moments, and for each block of 256 of them a float32 scale.
-    """
-    optim = pytest.importorskip("bitsandbytes.optim")
-    caplog.set_level("INFO")
-    monkeypatch.setattr("qerl_pl.modules.policy_module.TensorFiles", lambda folder: TensorsOf7B())
-    config = PolicyConfig(quantization="none", finetune="full")
-    for make, held, optimizer in ((torch.optim.AdamW, 113.2, 56.6), (optim.AdamW8bit, 71.0, 14.4)):
-        table = rf"weights 28.3, gradients 28.3, optimizer {optimizer}"
-        monkeypatch.setattr(
-            "qerl_pl.modules.policy_module.free_bytes", lambda device, held=held: round((held + 0.2) * GIB)
-        )
-        require_memory(tmp_path, config, make, CPU, False, 0.0)
-        assert f"holds {held:.3g} GiB: {table}; cpu" in caplog.text
-        monkeypatch.setattr(
-            "qerl_pl.modules.policy_module.free_bytes", lambda device, held=held: round((held - 0.2) * GIB)
-        )
-        with pytest.raises(UserError, match=rf"of 7.6 billion weights needs {held:.3g} GiB \({table}\)"):
-            require_memory(tmp_path, config, make, CPU, False, 0.0)
-
-
-class TensorsOf7B:
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {"matrices": (7_600_000, 999), "vectors": (7_600_000,)}
 
 
 @pytest.mark.gpu

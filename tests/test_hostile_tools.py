@@ -44,13 +44,10 @@ def neighbours(pool: EnvironmentPool) -> Iterator[list[Session]]:
 
 ANSWERS = {
     "megabytes": "a" * CHARS + f"\n[cut after {CHARS} of 5000000 characters]",
-    "megabytes_of_json": str(list(range(1000)))[:CHARS] + f"\n[cut after {CHARS} of 7888890 characters]",
     "special_tokens": SPECIAL,
     "surrogates": "a?b",
-    "null_bytes": "\x00\x1b[2J",
     "none": "null",
     "dictionary": '{"a": [1, 2.5, null, true, "ä"]}',
-    "not_a_number": "NaN",
     "lying_text": "the truth",
     "coroutine": "awaited",
     "thread": "left",
@@ -64,32 +61,20 @@ ANSWERS = {
 """What is no failure."""
 
 ERRORS = {
-    "bytes": "a tool returns text or JSON; it returned a bytes",
     "object": "a tool returns text or JSON; it returned a object",
-    "unpicklable": "a tool returns text or JSON; it returned a lock",
-    "lambda": "a tool returns text or JSON; it returned a function",
-    "set": "a tool returns text or JSON; it returned a set",
-    "generator": "a tool returns text or JSON; it returned a generator",
-    "huge_integer": "ValueError: Exceeds the limit",
-    "circular": "ValueError: Circular reference detected",
     "deep_lists": "RecursionError: maximum recursion depth exceeded",
     "failing_coroutine": "ValueError: later",
     "exception": "ValueError: first line second line",
     "no_message": "ValueError",
     "system_exit": "SystemExit: 3",
     "keyboard_interrupt": "KeyboardInterrupt",
-    "generator_exit": "GeneratorExit",
-    "stop_iteration": "StopIteration: 1",
     "base_exception": "BaseException: base",
     "cancelled": "asyncio.exceptions.CancelledError",
     "exception_group": "ExceptionGroup: several (2 sub-exceptions)",
     "message_that_raises": "hostile_environment.Silent: <exception str() failed>",
     "message_of_megabytes": "ValueError: xxxxxxxx",
     "syntax_error": 'File "<text>", line 1 a b',
-    "assertion": "AssertionError",
-    "broken_pipe": "BrokenPipeError",
     "recursion": "RecursionError: maximum recursion depth exceeded",
-    "memory_error": "MemoryError",
     "memory_bomb": "MemoryError",
 }
 """Failures after which the dialogue goes on."""
@@ -97,23 +82,14 @@ ERRORS = {
 ENDS = {
     "os_exit": "exit status 3",
     "segfault": "signal SIGSEGV",
-    "abort": "signal SIGABRT",
-    "kill_itself": "signal SIGKILL",
-    "deep_c_stack": "signal SIGSEGV",
-    "execute": "exit status 0",
-    "bad_code": "signal SIG",
     "closed_connection": "exit status",
 }
 """Ends of the process."""
 
-HANGS = [
-    *("endless_loop", "sleep", "regular_expression", "power", "digits", "lock", "input", "stopped", "infinite_sum"),
-    *("hanging_coroutine", "ignored_signals", "leave_process_and_hang"),
-]
+HANGS = ["endless_loop", "power", "stopped", "hanging_coroutine", "ignored_signals", "leave_process_and_hang"]
 
 
 def test_every_harm_is_expected() -> None:
-    assert len(KINDS) >= 40
     assert sorted(KINDS) == sorted([*ANSWERS, *ERRORS, *ENDS, *HANGS, "process"])
 
 

@@ -153,44 +153,6 @@ def test_its_connections_are_closed_also_after_a_failure(
     assert [client.is_closed for client in clients] == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
-        ("Score: 7", 0.7),
-        ("The answer says Score: 10, which is wrong.\nScore: 0", 0.0),
-        ("**Score:** 8.5", 0.85),
-        ("score = 10.0", 1.0),
-        ("Score: 10/10", 1.0),
-        ("Score: 3.", 0.3),
-        ("Score: 85", None),
-        ("Score: 100", None),
-        ("Score: 10.5", None),
-        ("Score: -3", None),
-        ("7", None),
-        ("Score: high", None),
-        ("", None),
-    ],
-)
-def test_the_default_parser(reply: str, value: float | None) -> None:
-    found = JudgeReward("http://localhost", "grader")._grade(reply)
-    assert found == (value if value is None else pytest.approx(value))
-
-
-@pytest.mark.parametrize(
-    ("parser", "reply", "value"),
-    [
-        (r"<grade>(.*?)</grade>", "<grade>1</grade> <grade> 2e1 </grade>", 2.0),
-        (r"<grade>(.*?)</grade>", "<grade>two</grade>", None),
-        (r"<grade>(.*?)</grade>", "<grade>nan</grade>", None),
-        (r"<grade>(.*?)</grade>", "<grade>inf</grade>", None),
-        (r"(-?\d+)", "1 and -5", -0.5),
-        (r"x(\d)?", "x", None),
-    ],
-)
-def test_a_parser_of_ones_own(parser: str, reply: str, value: float | None) -> None:
-    assert JudgeReward("http://localhost", "grader", parser=parser)._grade(reply) == value
-
-
 def test_equal_questions_are_asked_once_and_values_come_in_order(serve: Callable[..., Server]) -> None:
     server = serve(lambda number, prompt: f"Score: {len(prompt)}")
     reward = JudgeReward(server.url, "grader", "{completion}", scale=1.0)
@@ -213,7 +175,7 @@ def test_no_more_than_so_many_requests_at_a_time(serve: Callable[..., Server]) -
     assert (server.most, len(server.asked)) == (3, 12)
 
 
-@pytest.mark.parametrize("status", [429, 408, 500, 503])
+@pytest.mark.parametrize("status", [429, 503])
 def test_what_may_pass_is_asked_again(
     serve: Callable[..., Server], status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,31 +211,6 @@ def test_a_request_has_a_time_limit(serve: Callable[..., Server]) -> None:
     done.set()
 
 
-class StartsServer(logging.Handler):
-    """Starts an endpoint when the reward warns that there is none."""
-
-    def __init__(self, start: Callable[[], object]) -> None:
-        super().__init__()
-        self.start = start
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.start()
-
-
-def test_a_run_goes_on_when_the_endpoint_comes_back(serve: Callable[..., Server]) -> None:
-    port, logger = free_port(), logging.getLogger("qerl_pl.rewards.judge")
-    servers: list[Server] = []
-    starts = StartsServer(lambda: servers.append(serve(port=port)))
-    logger.addHandler(starts)
-    try:
-        reward = JudgeReward(f"http://127.0.0.1:{port}/v1", "grader")
-        assert grades(reward, samples("a", "b")) == [pytest.approx(0.7)] * 2
-    finally:
-        logger.removeHandler(starts)
-    (server,) = servers
-    assert len(server.asked) == 2
-
-
 def test_an_endpoint_that_stays_away_stops_the_run_with_one_line() -> None:
     url = f"http://127.0.0.1:{free_port()}/v1"
     reward = JudgeReward(url, "grader", retries=1, patience_s=0.05)
@@ -294,7 +231,6 @@ def test_an_endpoint_that_stays_away_stops_the_run_with_one_line() -> None:
         (403, KEY, "correct the key in OPENAI_API_KEY"),
         (404, KEY, "correct the reward's url, or its model 'grader'"),
         (400, KEY, "correct the reward's url, model or template"),
-        (301, KEY, "correct the reward's url, model or template"),
     ],
 )
 def test_a_refusal_stops_the_run_at_once_and_does_not_show_the_key(
@@ -365,10 +301,8 @@ def test_a_reply_without_a_number_is_asked_for_once_more_and_then_none(
     [
         (400, "maximum context length is 4096 tokens", "refuse a b"),
         (400, '{"error": {"code": "content_filter"}}', "a refuse b"),
-        (413, "<html>Request Entity Too Large</html>", "a b refuse"),
-        (422, "input validation error", "refuse a refuse"),
         (413, "too large", "refuse"),
-        (400, "no", "refuse refused"),
+        (422, "input validation error", "refuse a refuse"),
     ],
 )
 def test_a_completion_that_the_endpoint_refuses_has_no_grade_and_the_run_goes_on(
@@ -384,25 +318,41 @@ def test_a_completion_that_the_endpoint_refuses_has_no_grade_and_the_run_goes_on
     assert grades(reward, samples(*texts.split())) == expected and len(server.asked) == count  # nor at a resume
 
 
+GRADE = r"<grade>(.*?)</grade>"
+
+
 @pytest.mark.parametrize(
-    ("reply", "value"),
+    ("reply", "value", "parser"),
     [
-        ("<think>Score: 9, or rather</think>Score: 2", 0.2),
-        ("<think>\nScore: 9</think>\nI cannot say", None),
-        ("<think>Let me see. Score: 9", None),
-        ("Maybe Score: 9\n</think>\n\nScore: 1", 0.1),
-        ("<think>a</think> Score: 3 <think>b Score: 8</think> Score: 4", 0.4),
-        ("<think>a</think><think>Score: 8", None),
-        ("<reasoning>Score: 10</reasoning> Score: 0", 0.0),
-        ("[THINK]Score: 10[/THINK]Score: 6", 0.6),
-        ("[THINK]Score: 10", None),
-        ("<|channel|>analysis<|message|>Score: 9<|end|><|start|>assistant<|channel|>final<|message|>Score: 5", 0.5),
-        ("<|channel|>analysis<|message|>Score: 9", None),
-        ("It writes <think> twice. Score: 7", 0.7),
+        ("The answer says Score: 10, which is wrong.\nScore: 0", 0.0, PARSER),
+        ("**Score:** 8.5", 0.85, PARSER),
+        ("score = 10/10.", 1.0, PARSER),
+        *((reply, None, PARSER) for reply in ("Score: 85", "Score: 100", "Score: 10.5", "Score: -3", "7", "")),
+        ("<grade>1</grade> <grade> 2e1 </grade>", 2.0, GRADE),
+        *((f"<grade>{number}</grade>", None, GRADE) for number in ("two", "nan", "inf")),
+        ("1 and -5", -0.5, r"(-?\d+)"),
+        ("x", None, r"x(\d)?"),
+        # Behind the reasoning.
+        ("<think>Score: 9, or rather</think>Score: 2", 0.2, PARSER),
+        ("<think>\nScore: 9</think>\nI cannot say", None, PARSER),
+        ("<think>Let me see. Score: 9", None, PARSER),
+        ("Maybe Score: 9\n</think>\n\nScore: 1", 0.1, PARSER),
+        ("<think>a</think> Score: 3 <think>b Score: 8</think> Score: 4", 0.4, PARSER),
+        ("<reasoning>Score: 10</reasoning> Score: 0", 0.0, PARSER),
+        ("[THINK]Score: 10[/THINK]Score: 6", 0.6, PARSER),
+        (
+            "<|channel|>analysis<|message|>Score: 9<|end|><|start|>assistant<|channel|>final<|message|>Score: 5",
+            0.5,
+            PARSER,
+        ),
+        ("<|channel|>analysis<|message|>Score: 9", None, PARSER),
+        ("It writes <think> twice. Score: 7", 0.7, PARSER),
     ],
 )
-def test_a_verdict_comes_after_the_reasoning(reply: str, value: float | None) -> None:
-    found = JudgeReward("http://localhost", "grader")._grade(reply)
+def test_a_verdict_is_the_last_number_of_the_pattern_behind_the_reasoning(
+    reply: str, value: float | None, parser: str
+) -> None:
+    found = JudgeReward("http://localhost", "grader", parser=parser)._grade(reply)
     assert found == (value if value is None else pytest.approx(value))
 
 
@@ -495,13 +445,10 @@ def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
         ({"url": "localhost:8000/v1"}, "url is a base URL; got 'localhost:8000/v1'; set http://localhost:8000/v1, say"),
         ({"template": "grade {question}"}, r"template must hold \{completion\}; got 'grade \{question\}'; put it in"),
         ({"parser": "Score"}, "one group, the number; got 'Score' with 0; correct it"),
-        ({"parser": r"(\d)/(\d)"}, "got .* with 2; correct it"),
         ({"parser": "(Score"}, r"got '\(Score' \(missing \), .*\); correct it"),
         ({"concurrency": 0}, "JudgeReward.concurrency must be at least 1; got 0"),
-        ({"max_tokens": 0}, "JudgeReward.max_tokens must be at least 1; got 0"),
         ({"retries": -1}, "JudgeReward.retries must be at least 0; got -1"),
         ({"time_limit_s": 0.0}, "time_limit_s must be above 0 and patience_s at least 0; got 0.0 and 300"),
-        ({"patience_s": -1.0}, "got 60.0 and -1.0"),
         ({"patience_s": float("nan")}, "got 60.0 and nan"),
     ],
 )
@@ -516,24 +463,17 @@ def test_a_column_that_a_row_lacks_is_named() -> None:
         grades(reward, samples("a", level=3))
 
 
-def test_the_default_parser_has_one_group_that_the_default_rubric_asks_for() -> None:
-    assert "Score: N" in JudgeReward("http://localhost", "grader").template and PARSER.count("(10") == 1
-
-
 @pytest.mark.parametrize(
     ("url", "named", "variable"),
     [
         ("https://api.openai.com/v1", None, "OPENAI_API_KEY"),
-        ("https://eu.api.OpenAI.com/v1", None, "OPENAI_API_KEY"),
         ("http://127.0.0.1:8000/v1", None, "OPENAI_API_KEY"),
-        ("http://[::1]:8000/v1", None, "OPENAI_API_KEY"),
         ("http://api.openai.com/v1", None, None),
         ("https://api.openai.com@judge.example/v1", None, None),
         ("https://api-openai.com/v1", None, None),
         ("https://openai.com.judge.example/v1", None, None),
         ("http://gpu-7:8000/v1", None, None),
         ("https://judge.example/v1", "MY_KEY", "MY_KEY"),
-        ("http://localhost:8000/v1", "MY_KEY", "MY_KEY"),
         ("http://gpu-7:8000/v1", "NOT_SET", "NOT_SET"),
     ],
 )
@@ -551,9 +491,7 @@ def test_a_key_goes_to_its_own_host(
     ("url", "named", "message"),
     [
         ("http://judge.example/v1", "MY_KEY", "JudgeReward.url is http to judge.example, with the key in MY_KEY; use"),
-        ("http://10.0.0.5:8000/v1", "MY_KEY", "is http to 10.0.0.5, with"),
         ("http://localhost@judge.example/v1", "MY_KEY", "is http to judge.example, with"),
-        ("http://localhost.judge.example", "MY_KEY", "is http to localhost.judge.example, with"),
         ("http://api.openai.com/v1", "OPENAI_API_KEY", "is http to api.openai.com, with the key in OPENAI_API_KEY"),
         ("https://judge.example/v1", "sk-1234", "api_key_env names a variable; got other text; set the variable"),
     ],

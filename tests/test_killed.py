@@ -18,9 +18,6 @@ from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
 from qerl_pl.runtime.files import atomic_directory
-from qerl_pl.toy.policy import ToyConfig, build_toy_policy
-
-TOY = ToyConfig(layers=1, intermediate=128, steps=1, batch_size=2)
 
 
 def kill() -> None:
@@ -159,21 +156,6 @@ def test_what_a_killed_quantization_leaves_is_gone_after_the_next(tiny_policy_di
     other.mkdir()
     assert main(words) == 0
     assert sorted(target.parent.iterdir()) == [other, target] and (target / "model.safetensors").is_file()
-
-
-def teach_and_die(cache: Path) -> None:
-    from transformers import Qwen2Tokenizer
-
-    Qwen2Tokenizer.save_pretrained = lambda *_: kill()  # type: ignore[method-assign]
-    build_toy_policy(TOY, cache)
-
-
-def test_what_a_killed_teaching_leaves_in_the_cache_is_gone_after_the_next(tmp_path: Path) -> None:
-    assert in_a_fork(partial(teach_and_die, tmp_path)) == -signal.SIGKILL
-    (unfinished,) = tmp_path.glob(".*.unfinished-*")
-    assert [*unfinished.iterdir()]
-    folder = build_toy_policy(TOY, tmp_path)
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 class DieWriting:

@@ -68,15 +68,6 @@ def test_dense_weights_are_those_of_compressed_tensors(name: str) -> None:
         torch.testing.assert_close(dense[linear].double(), exact, rtol=1e-6, atol=0)
 
 
-def test_methods_round_otherwise() -> None:
-    for quantization in ("nvfp4", "mxfp4"):
-        packed = [
-            TensorFiles(WRITTEN / f"{quantization}-{method}").read("model.layers.0.self_attn.q_proj.weight_packed")
-            for method in ("rtn", "gptq", "awq")
-        ]
-        assert not any(torch.equal(packed[i], packed[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
-
-
 def test_four_bits_of_activations_stay_16_and_their_scales_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
     """The weights are what counts: those of compressed-tensors, in trainer and dense copy."""
     folder = WRITTEN / "nvfp4-activations"

@@ -13,11 +13,6 @@ def f64(values: list) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_token_ratio_by_hand() -> None:
-    ratio = losses.token_ratio(f64([[math.log(0.5), math.log(0.3)]]), f64([[math.log(0.25), math.log(0.6)]]))
-    assert ratio[0].tolist() == pytest.approx([2.0, 0.5])
-
-
 @pytest.mark.parametrize("far", [-500.0, 500.0])
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_a_ratio_far_off_the_clip_gives_finite_values_and_gradients(far: float, advantage: float) -> None:
@@ -128,38 +123,6 @@ def test_kl_estimators_by_hand() -> None:
     assert losses.kl_divergence(logprobs, ref, "k1")[0].tolist() == pytest.approx([-two, two])
     assert losses.kl_divergence(logprobs, ref, "k2")[0].tolist() == pytest.approx([two**2 / 2, two**2 / 2])
     assert losses.kl_divergence(logprobs, ref, "k3")[0].tolist() == pytest.approx([1 - two, two - 0.5])
-
-
-def test_k3_is_held_where_ratios_are() -> None:
-    # e^20 = 485165195.4098, so k3 = e^20 - 1 - 20; far the other way e^d is 0, and k3 = -1 - d with the slope 1.
-    logprobs = torch.tensor([[-520.0, -520.0, -20.0, -19.0]], requires_grad=True)
-    ref = torch.tensor([[-20.0, -1020.0, 0.0, 0.0]])
-    kl = losses.kl_divergence(logprobs, ref, "k3")
-    e19 = 178482300.9632
-    expected = [485165174.4098, 499.0, 485165174.4098, e19 - 20]
-    assert kl[0].tolist() == pytest.approx(expected, rel=1e-6)
-    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
-    assert gradient[0, :2].tolist() == [0.0, 1.0]
-    assert gradient[0, 3].item() == pytest.approx(1 - e19, rel=1e-6)  # within, it is 1 - e^d as ever
-
-
-def test_unbiased_kl_estimators_average_to_the_divergence() -> None:
-    policy, reference = f64([0.5, 0.3, 0.2]), f64([0.2, 0.3, 0.5])
-    exact = (policy * (policy / reference).log()).sum().item()
-    for estimator in ("k1", "k3"):
-        mean = (policy * losses.kl_divergence(policy.log(), reference.log(), estimator)).sum().item()
-        assert mean == pytest.approx(exact)
-
-
-def test_sequence_ratio_by_hand() -> None:
-    # Two masked tokens with log ratios ln 2 and ln 8: the mean is ln 4. No masked token: 1.
-    old = f64([[-5.0, -3.0, -4.0], [-1.0, -1.0, -1.0]])
-    logprobs = (old + f64([[9.0, math.log(2), math.log(8)], [0.5, 0.5, 0.5]])).requires_grad_()
-    mask = torch.tensor([[False, True, True], [False, False, False]])
-    ratio = losses.sequence_ratio(logprobs, old, mask)
-    assert ratio.flatten().tolist() == pytest.approx([4.0, 4.0, 4.0, 1.0, 1.0, 1.0])
-    ratio.sum().backward()
-    assert logprobs.grad.flatten().tolist() == pytest.approx([4.0, 4.0, 4.0, 1.0, 1.0, 1.0])
 
 
 def test_token_weights_by_hand() -> None:

@@ -1,15 +1,11 @@
-"""The processor and the versions in a checkpoint, the warning of a run that goes on with others, and idle threads."""
+"""The processor and the versions in a checkpoint, the warning of a run that goes on with others."""
 
-import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-import short_run
 import torch
-from short_run import data, module_of
 from tiny_run import Tiny, trainer_of
 
 from qerl_pl.callbacks import ResumeCheckpoint
@@ -63,49 +59,3 @@ def test_a_run_on_the_same_machine_and_one_of_an_older_checkpoint_say_nothing(
     resume(tmp_path, {})
     _warn_of_another_machine({}, CPU)
     assert not [message for message in caplog.messages if "goes on" in message]
-
-
-REGIONS = 200
-COUNTED = f"""
-import os, sys
-from pathlib import Path
-import torch
-assert "qerl_pl" not in sys.modules
-threads = torch.get_num_threads()
-from qerl_pl.runtime.machine import let_waiting_threads_sleep
-def team():
-    return {{int(path.name) for path in Path("/proc/self/task").iterdir()}}
-def sleeps(thread):
-    lines = Path(f"/proc/self/task/{{thread}}/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
-let_waiting_threads_sleep()
-assert torch.get_num_threads() == threads
-numbers = torch.zeros(2**17)
-numbers.add_(1)
-before = {{thread: sleeps(thread) for thread in team()}}
-for _ in range({REGIONS}):
-    numbers.add_(1)
-    sum(range(5000))  # what one thread does between two operations
-after = {{thread: sleeps(thread) for thread in team() & before.keys()}}
-print(max(after[thread] - before[thread] for thread in after if thread != os.getpid()), threads)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="libgomp is Linux's")
-def test_threads_that_wait_sleep_whatever_was_imported_first() -> None:
-    places = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")}
-    places["PYTHONPATH"] = os.pathsep.join(sys.path)
-    found = subprocess.run([sys.executable, "-c", COUNTED], env=places, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 0, found.stderr
-    slept, threads = map(int, found.stdout.split()[-2:])
-    assert slept > REGIONS / 4 or threads == 1
-
-
-def test_a_run_lets_its_waiting_threads_sleep(
-    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called: list[bool] = []
-    monkeypatch.setattr("qerl_pl.callbacks.rollout.let_waiting_threads_sleep", lambda: called.append(True))
-    settings = {"limit_train_batches": 1, "limit_val_batches": 0, "enable_checkpointing": False}
-    short_run.trainer_of(tmp_path, **settings).fit(module_of(tiny_policy_dir), datamodule=data())
-    assert called == [True]

@@ -169,18 +169,14 @@ SECRET = "hunter2"
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
-        ("rollout.rewards.judge.init_args.url", f"https://me:{SECRET}@judge.example/v1"),
         ("rollout.rewards.judge.init_args.url", f"https://judge.example/{SECRET}/v1?key={SECRET}"),
         ("rollout.rewards.judge.init_args.api_key_env", SECRET),
         ("rollout.rewards.mine", {"class_path": "mine.Reward", "init_args": {"weight": SECRET, "token": SECRET}}),
         ("rollout.environment.factory", {"class_path": "my_env.py:Game", "init_args": {"headers": {"auth": [SECRET]}}}),
-        ("rollout.environment.factory.init_args.init_args", {"api_key": SECRET}),
-        ("rollout.environment.factory.init_args.environment", f"wss://me:{SECRET}@games.example"),
         ("data", {"class_path": "mine.Rows", "init_args": {"password": SECRET}, "dict_kwargs": {"dsn": SECRET}}),
         ("data.init_args.path", f"https://data.example/rows.jsonl?token={SECRET}"),
         ("trainer.logger", {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"entity": SECRET}}),
         ("trainer.logger", [{"class_path": "mine.Logger", "init_args": {"uri": SECRET}}]),
-        ("trainer.plugins", [{"class_path": "mine.Plugin", "init_args": {"key": SECRET}}]),
         ("trainer.callbacks", [{"class_path": "mine.Slack", "init_args": {"hook": SECRET}}]),
         ("model.optimizer", {"class_path": "mine.Adam", "init_args": {"lr": 0.1, "note": SECRET}}),
         ("my_own_key", {"token": SECRET}),
@@ -282,8 +278,3 @@ def test_the_line_that_serves_it(settings: dict[str, Any], merged: bool, line: s
 def test_an_adapter_with_trained_norms_is_served_merged() -> None:
     line = serving_line(PolicyConfig(train_norms=True), False, "BASE", "mine")
     assert line.startswith("qerl export RUN DST --merge && vllm serve DST") and "--enable-lora" not in line
-
-
-def test_the_card_says_how_to_serve_it(exported: Path) -> None:
-    text = (exported / "README.md").read_text().partition("## Serve")[2].partition("\n## ")[0]
-    assert "vllm serve" in text and str(exported.parent) not in text

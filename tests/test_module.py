@@ -162,13 +162,6 @@ def test_a_run_without_a_limit_has_one_epoch(given: dict[str, Any], epochs: int 
     module.trainer = None
 
 
-def test_lightning_asks_for_no_more_epochs_than_one(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    module = module_of(tiny_policy_dir)
-    trainer = trainer_of(tmp_path, noise=False, max_epochs=None, limit_val_batches=0)
-    trainer.fit(module, datamodule=data())
-    assert (module.policy_version, module.planned_batches(), trainer.max_epochs) == (4, 4, 1)
-
-
 def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> None:
     module = planned(8, -1, lr_scheduler="linear", warmup_ratio=0.25)
     module.policy = nn.Linear(2, 2)  # type: ignore[assignment]
@@ -446,35 +439,6 @@ def test_what_a_run_cannot_do_is_said_at_its_start(tiny_policy_dir: Path, tmp_pa
     trainer = trainer_of(tmp_path, fast_dev_run=True)
     trainer.fit(module_of(tiny_policy_dir), datamodule=data())
     assert not (tmp_path / "adapter").exists()
-
-
-class BatchRecorder(Callback):
-    """Records what batches carry."""
-
-    def __init__(self) -> None:
-        self.versions: list[int] = []
-        self.evaluated: list[tuple[str, int]] = []
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.versions.append(batch.experience.version)
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self.evaluated.append((batch.evaluation.name, len(batch.evaluation.prompts)))
-
-    on_test_batch_end = on_validation_batch_end
-
-
-def test_callbacks_get_experiences_and_evaluations_and_noise_may_be_absent(
-    tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    watch, module = BatchRecorder(), module_of(tiny_policy_dir)
-    trainer = trainer_of(tmp_path, watch, noise=False)
-    trainer.fit(module, datamodule=data())
-    assert watch.versions == [0, 1, 2, 3] and watch.evaluated == [("", 2)]
-    trainer.test(module, datamodule=data(), verbose=False)
-    assert watch.evaluated == [("", 2), ("", 2)]
 
 
 def test_a_loss_that_is_not_finite_leaves_its_state_where_the_error_says(tiny_policy_dir: Path, tmp_path: Path) -> None:

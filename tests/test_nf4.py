@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from qerl_pl.engines.base import EngineSpec
 from qerl_pl.engines.vllm.linear_methods import shared_rows, why_not_shared
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
@@ -156,4 +157,5 @@ def test_vllms_weights_are_lent_as_it_holds_them() -> None:
     assert packed.data_ptr() == layer.weight.data_ptr()
     assert shared_rows(layer, [("a.qk_proj", 0, 72)]) is None
     assert shared_rows(fused((64, 8), 128, blocksize=128), parts) is None
-    assert why_not_shared(["BitsAndBytesLinearMethod", "UnquantizedLinearMethod"], torch.bfloat16) is None
+    spec = EngineSpec(Path(), torch.bfloat16, torch.device("cuda"), 1, ("q_proj",), 8)
+    assert why_not_shared(["BitsAndBytesLinearMethod", "UnquantizedLinearMethod"], spec) is None

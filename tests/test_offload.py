@@ -26,15 +26,6 @@ def gradients(folder: Path, mode: Any, steps: int = 1, dropout: float = 0.0) -> 
     return [p.grad for p in policy.parameters() if p.requires_grad and p.grad is not None], policy
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_gradients_have_the_bits_of_checkpointing(tiny_policy_dir: Path, dropout: float) -> None:
-    expected, _ = gradients(tiny_policy_dir, True, dropout=dropout)
-    found, policy = gradients(tiny_policy_dir, "offload", dropout=dropout)
-    assert len(found) == len(expected) > 0 and any(one.abs().sum() > 0 for one in found)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert policy.checkpointing.mode == "offload" and policy.checkpointing.state() is None
-
-
 def test_each_layers_input_is_saved_on_the_cpu_once_and_blocks_are_used_again(
     tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

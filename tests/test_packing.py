@@ -106,41 +106,16 @@ def flash_attention_forward(
     return out, scores_of(*rows[:2], scale, window).logsumexp(-1), torch.tensor([7]), torch.tensor([8]), None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("window", [None, 1, 3])
-@pytest.mark.parametrize("scaling", [None, 0.3])
-def test_sixteen_bits_flash_attention_take_its_own_operation(
-    dtype: torch.dtype, window: int | None, scaling: float | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, None), (torch.bfloat16, 0.5)])
+def test_what_flash_attention_does_not_take_goes_without_its_operation(
+    dtype: torch.dtype, cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    called = []
-
-    def operation(*args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        called.append(args[1].shape[1])
-        return flash_attention_forward(*args, **options)
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operation)
-    torch.manual_seed(0)
-    tensors = [torch.randn(1, heads, 9, 8).to(dtype) for heads in (4, 2, 2)]
-    result, _ = packed_attention(
-        nn.Module(),
-        *(tensor.as_subclass(OnGPU) for tensor in tensors),
-        None,
-        scaling=scaling,
-        sliding_window=window,
-        packing=Packing.of(LENGTHS, 6),
-    )
-    expected = plain_attention(*(tensor.float() for tensor in tensors), scaling or 1 / math.sqrt(8), window)
-    torch.testing.assert_close(result.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
-    assert called == ([] if dtype == torch.float32 else [2])
-
-
-def test_a_soft_cap_keeps_sixteen_bits_from_the_operation_which_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.ops.aten, "_flash_attention_forward", raising=False)
     torch.manual_seed(0)
-    tensors = [torch.randn(1, heads, 9, 8).bfloat16() for heads in (4, 2, 2)]
+    tensors = [torch.randn(1, heads, 9, 8).to(dtype) for heads in (4, 2, 2)]
     given = [tensor.as_subclass(OnGPU) for tensor in tensors]
-    result, _ = packed_attention(nn.Module(), *given, None, softcap=0.5, packing=Packing.of(LENGTHS, 6))
-    expected = plain_attention(*(tensor.float() for tensor in tensors), 1 / math.sqrt(8), None, 0.5)
+    result, _ = packed_attention(nn.Module(), *given, None, softcap=cap, packing=Packing.of(LENGTHS, 6))
+    expected = plain_attention(*(tensor.float() for tensor in tensors), 1 / math.sqrt(8), None, cap)
     torch.testing.assert_close(result.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
 
 
@@ -233,7 +208,7 @@ def test_flash_attention_and_its_gradients_are_those_of_loops(
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("scaling", [None, 0.3])
-@pytest.mark.parametrize("sinks", [None, SINKS.half()])
+@pytest.mark.parametrize("sinks", [None, SINKS.bfloat16()])
 @pytest.mark.parametrize("repeatable", [True, False])
 def test_flash_attention_4_takes_what_pytorchs_operations_take(
     window: int | None, scaling: float | None, sinks: Tensor | None, repeatable: bool, monkeypatch: pytest.MonkeyPatch
@@ -275,8 +250,8 @@ def test_flash_attention_4_takes_what_pytorchs_operations_take(
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_attention_backward)
     torch.manual_seed(0)
-    given = [torch.randn(9, heads, 8).half().as_subclass(OnGPU).requires_grad_() for heads in (4, 2, 2)]
-    packing, direction, found = Packing.of(LENGTHS, 6), torch.randn(9, 4, 8).half().as_subclass(OnGPU), []
+    given = [torch.randn(9, heads, 8).bfloat16().as_subclass(OnGPU).requires_grad_() for heads in (4, 2, 2)]
+    packing, direction, found = Packing.of(LENGTHS, 6), torch.randn(9, 4, 8).bfloat16().as_subclass(OnGPU), []
     for version_4 in (False, True):
         monkeypatch.setattr(flash_attention_4, "available", lambda *_, is_there=version_4: is_there)
         with deterministic() if repeatable else nullcontext():

@@ -105,14 +105,6 @@ def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, tra
         assert (policy.token_values(tokens, lengths, mask, 1.0)[0] - expected).abs().max() > 0.01
 
 
-def test_an_engine_gets_what_was_trained_and_of_the_reference_nothing(base: Path) -> None:
-    policy = make(base, train_norms=True)
-    perturb(policy)
-    trained, reference = policy.weights(3), policy.weights(3, reference=True)
-    assert trained.adapter is not None and len(trained.adapter) == 2 * 7 and len(trained.tensors) == 2 * 2
-    assert reference.adapter is None and reference.tensors == {}  # the engine's norms are then the base's
-
-
 def test_base_stays_in_four_bits_and_only_adapter_and_norms_train(base: Path) -> None:
     policy = make(base, train_norms=True)
     quantized = [module for module in policy.modules() if isinstance(module, FrozenLinear)]
@@ -159,7 +151,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(
     lora = LoraConfig(rank=4, dropout=dropout, targets=targets)
     folder = base if quantization == "nvfp4" else dense
     gradients = []
-    for checkpointing in (False, True, "selective"):
+    for checkpointing in (False, True, "selective", "offload"):
         settings = {"gradient_checkpointing": checkpointing, "lora": lora, "train_norms": True}
         policy = make(folder, quantization=quantization, **settings).train()
         perturb(policy)
@@ -191,7 +183,8 @@ def test_weights_for_the_engine_name_modules_of_the_base_model(base: Path, dense
     assert weights.version == 3 and weights.adapter is not None
     assert len(weights.adapter) == 14 and set(weights.adapter) <= set(modules)
     assert set(weights.tensors) == {f"{name}.weight" for name in modules if name.endswith("layernorm")}
-    assert policy.weights(version=3, reference=True).adapter is None
+    reference = policy.weights(version=3, reference=True)
+    assert reference.adapter is None and reference.tensors == {}  # the engine's norms are then the base's
 
 
 @pytest.mark.parametrize("path", ["~/nvfp4", "nvfp4", "somebody/model"])

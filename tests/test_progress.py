@@ -81,20 +81,6 @@ def test_supervised_fine_tuning_has_a_line_for_each_logged_step_and_validation_a
     ]
 
 
-def test_a_disabled_bar_reads_and_says_nothing(tiny_policy_dir: Path) -> None:
-    lines, module, trainer = (
-        RolloutLines(),
-        module_of(tiny_policy_dir),
-        SimpleNamespace(state=SimpleNamespace(fn="fit")),
-    )
-    for ended in (lines.on_train_batch_end, lines.on_validation_end):
-        with pytest.raises((AttributeError, RuntimeError)):  # of a module that no trainer has set up
-            ended(trainer, module)  # type: ignore[operator]
-    lines.disable()
-    for ended in (lines.on_train_batch_end, lines.on_validation_end):
-        ended(trainer, module)  # type: ignore[operator]
-
-
 @pytest.mark.parametrize(("terminal", "kind"), [(True, RunBar), (False, RolloutLines)])
 def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type) -> None:
     monkeypatch.setattr(progress_module, "get_console", lambda: Console(force_terminal=terminal))
@@ -166,12 +152,6 @@ def test_the_bar_is_one_line(monkeypatch: pytest.MonkeyPatch, bar: RunBar, colum
         and "119/120" in lines[0]
         and lines[0].rstrip().endswith(text)
     )
-
-
-def test_bars_of_other_commands_keep_their_times(monkeypatch: pytest.MonkeyPatch, bar: RunBar) -> None:
-    monkeypatch.setattr(progress_module, "get_console", lambda: Console(width=80))
-    kinds = {fn: len(bar.configure_columns(SimpleNamespace(state=SimpleNamespace(fn=fn)))) for fn in ("fit", "test")}  # type: ignore[arg-type]
-    assert kinds == {"fit": 3, "test": 5}
 
 
 @pytest.mark.parametrize(("max_epochs", "text"), [(-1, "Epoch 2"), (5, "Epoch 2/4"), (None, "Epoch 2")])

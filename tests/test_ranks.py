@@ -184,7 +184,7 @@ def test_a_killed_first_rank_ends_the_run_with_a_line_of_the_others_and_slurm_go
     statuses, output = fit_on_ranks(signalled(tiny_policy_dir, tmp_path / "run", 0, signal.SIGKILL))
     assert statuses == [-signal.SIGKILL, 1], output
     (line,) = (line for line in output.splitlines() if line.startswith("qerl:"))
-    assert line.startswith("qerl: rank 0: it is gone: killed, or its machine or network is lost; ")
+    assert line.startswith("qerl: rank 0: killed, or its machine or network is lost; ")
     assert line.endswith("run the command again, training with --resume auto")
     config = settings(tiny_policy_dir, tmp_path / "run", 1)
     config["trainer"]["num_nodes"] = 2

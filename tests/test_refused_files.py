@@ -148,7 +148,6 @@ def smaller_vocabulary(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 NO_MODEL: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tokenizer": (without("tok*", "chat*"), "a model needs its tokenizer; .*model has none"),
     "tokenizer without words": (without("tokenizer.json"), "a model needs its tokenizer; .* one without words"),
@@ -182,15 +181,6 @@ def test_a_model_folder_that_disagrees_with_itself_is_one_line(
     change(model)
     assert re.search(message, complaint(capsys, "quantize", str(model), str(tmp_path / "quantized")))
     assert not (tmp_path / "quantized").exists()
-
-
-def test_weights_that_are_said_to_be_quantized_must_be(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_policy_dir: Path
-) -> None:
-    model = shutil.copytree(tiny_policy_dir, tmp_path / "model")
-    config(quantization_config=QUANTIZED)(model)
-    arguments = [*starting(tmp_path, model, GSM8K), "--model.policy.quantization", "nvfp4"]
-    assert "quantized weights need scales" in complaint(capsys, *arguments)
 
 
 def test_an_optimizer_is_refused_with_the_parameters_that_it_gets() -> None:

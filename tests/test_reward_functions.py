@@ -152,7 +152,7 @@ def returns(values: object, name: str = "mine", weight: float = 1.0, asynchronou
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_values_are_weighted_and_summed_and_none_counts_for_nothing(asynchronous: bool) -> None:
-    first = returns([1, None, None], "first", 2.0, asynchronous)
+    first = returns([True, None, None], "first", 2.0, asynchronous)
     second = returns(torch.tensor([0.5, -1.0, 3.0]).tolist()[:2] + [None], "second", 0.5)
     scored = score([first, second], SAMPLES)
     assert scored.total[:2].tolist() == [2.25, -0.5] and scored.total[2].isnan()
@@ -177,16 +177,13 @@ def test_a_reward_that_applies_nowhere_has_a_mean_of_nan_and_changes_nothing() -
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (
-            [1.0, 2.0],
-            "reward 'mine' must return one value a sample; got 2 for 3 samples, the first of which is row row",
-        ),
-        ([1.0] * 4, "reward 'mine' must return one value a sample; got 4 for 3 samples"),
+        ([1.0] * 2, "reward 'mine' must return one value a sample; got 2 for 3 samples, the first of which is row row"),
         ([1.0, math.nan, 1.0], "reward 'mine' must return finite numbers; got nan on row row-2, prompt '2 + 2?', "),
+        ([1.0, 1e39, 1.0], "reward 'mine' must return finite numbers; got 1e+39 on row row-2"),
+        ([1.0, b"1", 1.0], "reward 'mine' must return numbers; got b'1', a bytes, on row row-2"),
+        (torch.ones(3, 3), "reward 'mine' must return numbers; got tensor([1., 1., 1.]), a Tensor, on row row-1"),
         ([1.0, 1.0, math.inf], "reward 'mine' must return finite numbers; got inf on row row-3"),
-        (["good", 1.0, 1.0], "reward 'mine' must return numbers; got 'good', a str, on row row-1, prompt '2 + 2?', "),
         ([1.0, "1.0", 1.0], "reward 'mine' must return numbers; got '1.0', a str, on row row-2"),
-        (None, "reward 'mine' must return a list with one value a sample; got None, a NoneType; return a list."),
         (1.0, "reward 'mine' must return a list with one value a sample; got 1.0, a float; return a list."),
     ],
 )
@@ -202,8 +199,8 @@ def picky(completions: list[str]) -> list[float]:
     return [0.0] * len(completions)
 
 
-async def picky_async(completions: list[str]) -> list[float]:
-    return picky(completions)
+def leaves(completions: list[str]) -> list[float]:
+    return [0.0] if "4" not in completions else sys.exit("no")
 
 
 def test_an_exception_is_one_line_that_names_the_place_reward_and_row() -> None:
@@ -215,6 +212,8 @@ def test_an_exception_is_one_line_that_names_the_place_reward_and_row() -> None:
         "completion '4'; make it return a number for every completion."
     )
     assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(UserError, match="reward 'leaves' raised SystemExit: no .*on row row-2"):
+        score([RewardFunction(leaves)], SAMPLES)
 
 
 def test_an_exception_inside_a_library_names_the_line_that_called_it() -> None:
@@ -225,12 +224,6 @@ def test_an_exception_inside_a_library_names_the_line_that_called_it() -> None:
         score([RewardFunction(parse)], [sample("no JSON")])
     line = inspect.getsourcelines(parse)[1] + 1
     assert f"raised JSONDecodeError: Expecting value: line 1 column 1 (char 0) (line {line} of" in str(raised.value)
-
-
-def test_an_exception_of_an_asynchronous_function_names_the_reward() -> None:
-    with pytest.raises(UserError) as raised:
-        score([RewardFunction(picky_async)], SAMPLES)
-    assert str(raised.value).startswith("reward 'picky_async' raised KeyError: 'no\\nsuch key' (line ")
 
 
 def test_a_user_error_is_passed_on() -> None:
@@ -361,12 +354,9 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
     ("name", "found"),
     [
         ("two words.exact", "got 'two words.exact'; choose one of qerl_pl.rewards"),
-        ("exact", "got 'exact'; choose one of qerl_pl.rewards, or name the function's module"),
-        ("trl_rewards.missing", "'trl_rewards.missing' cannot be imported .*; correct the name"),
         ("no_such_module.exact", "'no_such_module.exact' cannot be imported .*; correct the name"),
         ("{file}:missing", "'.*' cannot be imported .*'missing'.*; correct the name"),
         ("{file}x.py:exact", "'.*' cannot be imported .no file .*x.py.; correct the name"),
-        ("trl_rewards.Other", "'trl_rewards.Other' is a type; name a function"),
         ("trl_rewards.number", "'trl_rewards.number' is a int; name a function"),
     ],
 )

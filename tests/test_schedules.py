@@ -52,14 +52,6 @@ SCHEDULES: dict[str, tuple[Any, list[float]]] = {
     "a least rate": (least, [0, 0.5, 0.4, 0.2, 0.1]),
     "warm-up, stable, decay": (wsd, [0, 0.5, 0.5, 0.5, 0]),
     "a warm-up by steps": (warmed_up, [0.125, 0.5, 0.4, 0.2, 0.1]),
-    "a class of torch": (
-        lambda optimizer: LinearLR(optimizer, 1.0, 0.5, total_iters=STEPS),
-        [0.5, 0.4375, 0.375, 0.3125, 0.25],
-    ),
-    "a cycle": (
-        lambda optimizer: OneCycleLR(optimizer, RATE, total_steps=9, pct_start=5 / 9, anneal_strategy="linear"),
-        [0.02, 0.26, 0.5, 0.25, 0.0],
-    ),
 }
 
 
@@ -158,18 +150,11 @@ def test_a_schedule_that_ends_before_the_run_is_refused_before_it() -> None:
         check_schedule(lambda optimizer: LambdaLR(optimizer, lambda step: 1 - step / 4), sgd([trial_weight()]), STEPS)
 
 
-class Averaging(WeightAveraging):
-    """A user's own."""
-
-
 @pytest.mark.parametrize(
     "callback",
     [
         EMAWeightAveraging(),
-        EMAWeightAveraging(update_every_n_steps=10),
         WeightAveraging(avg_fn=get_ema_avg_fn()),
-        WeightAveraging(use_buffers=False),
-        Averaging(),
         StochasticWeightAveraging(swa_lrs=0.1),
     ],
 )

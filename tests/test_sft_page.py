@@ -1,21 +1,14 @@
-"""The two commands of docs/sft.md, shortened: SFT, then reinforcement learning from its adapter; killed and resumed."""
+"""The two commands of docs/sft.md, shortened: SFT, then reinforcement learning from its adapter."""
 
-import os
 import shlex
-import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pages
-import pytest
 import torch
 from fit_helpers import command
 from pages import ROOT
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
 
 TOY = "--model.policy.toy.layers 1 --model.policy.toy.steps 1 --model.policy.toy.batch_size 2"
 SHORT = f"{TOY} --data.train_size 12 --data.batch_size 4 --data.val_size 4 --checkpoint.every_n_rollouts 1"
@@ -36,54 +29,12 @@ def pair(runs: Path) -> list[list[str]]:
     return found
 
 
-def run(words: list[str], log: Path, prepare: Callable[[], None] | None = None, status: int = 0) -> str:
-    found, output = command(words, log, prepare)
-    assert found == status, output
-    return output
-
-
-def adapter(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "adapter" / "adapter_model.safetensors")
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs = tmp_path_factory.mktemp("pair")
-    for number, words in enumerate(pair(runs)):
-        run(words, runs / f"{number}.log")
-    return runs
-
-
-def test_reinforcement_learning_starts_from_what_was_taught(whole: Path) -> None:
-    taught, trained = adapter(whole / "sft"), adapter(whole / "sft_rl")
-    assert taught.keys() == trained.keys() and len(taught) == 2 * 7 and not equal(taught, trained)
-    kl = [event.value for event in EventAccumulator(str(whole / "sft_rl")).Reload().Scalars("policy/kl")]
+def test_reinforcement_learning_starts_from_what_was_taught(tmp_path: Path) -> None:
+    for number, words in enumerate(pair(tmp_path)):
+        status, output = command(words, tmp_path / f"{number}.log")
+        assert status == 0, output
+    taught, trained = (load_file(tmp_path / run / "adapter/adapter_model.safetensors") for run in ("sft", "sft_rl"))
+    assert taught.keys() == trained.keys() and len(taught) == 2 * 7
+    assert any(not torch.equal(tensor, trained[name]) for name, tensor in taught.items())
+    kl = [event.value for event in EventAccumulator(str(tmp_path / "sft_rl")).Reload().Scalars("policy/kl")]
     assert len(kl) == 3 and abs(kl[0]) < 1e-6 < abs(kl[-1])
-
-
-def die_in_the_third_step() -> None:
-    """SIGKILL in the backward pass of either part, which two checkpoints precede."""
-    from qerl_pl.policy import policy
-
-    plain, calls = policy.Policy.train, iter(range(100))
-
-    def train(self: Any, mode: bool = True) -> Any:
-        if mode and next(calls) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, mode)
-
-    policy.Policy.train = train  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("part", [0, 1], ids=["supervised", "reinforcement learning"])
-def test_either_part_ends_with_the_same_bits_after_a_kill(whole: Path, tmp_path: Path, part: int) -> None:
-    shutil.copytree(whole / "sft" / "adapter", tmp_path / "sft" / "adapter")
-    words = pair(tmp_path)[part]
-    run(words, tmp_path / "killed.log", die_in_the_third_step, -signal.SIGKILL)
-    folder = ("sft", "sft_rl")[part]
-    assert "resuming from" in run(words, tmp_path / "resumed.log")
-    assert equal(adapter(tmp_path / folder), adapter(whole / folder))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
-from qerl_kernels import FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, StackedWeight
+from qerl_kernels import DenseWeight, FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, StackedWeight
 from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
 from safetensors.torch import load_file
@@ -20,11 +20,13 @@ from torch import Tensor
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.nf4 import NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.families import family_of
 from qerl_pl.models.folder import TensorFiles, load_config
 from qerl_pl.policy.loading import check_shared_weights, load_base
+from qerl_pl.policy.packed_layers import Packing
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 EMBEDDINGS, EXPERTS = "model.embed_tokens.weight", "model.layers.1.mlp.experts"
@@ -38,7 +40,7 @@ def bases(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     sources["experts"] = write_checkpoint("qwen3-moe", root / "source")
     for name, source in sources.items():
         quantize_checkpoint(source, root / name, "nvfp4" if name == "experts" else name)  # type: ignore[arg-type]
-    return {name: root / name for name in sources}
+    return {name: root / name for name in sources} | {"none": tiny_policy_dir}
 
 
 def packed(tensors: dict[str, Tensor], names: list[str]) -> MarlinTensor:
@@ -53,7 +55,11 @@ def shared_of(base: Path) -> SharedWeights:
     tensors = load_file(base / "model.safetensors")
     linears: dict[str, FrozenWeight] = {}
     experts: dict[str, StackedWeight] = {}
-    if base.name == "nf4":  # vLLM holds the magnitudes without double quantization
+    if format_of(base) is DENSE:
+        rows = [len(tensors[f"{name}.weight"]) for name in QKV]
+        fused = torch.cat([tensors[f"{name}.weight"] for name in QKV]).split(rows)
+        linears = {name: DenseWeight(weight) for name, weight in zip(QKV, fused, strict=True)}
+    elif base.name == "nf4":  # vLLM holds the magnitudes without double quantization
         for name in QKV:
             parts = {key: tensor for key, tensor in tensors.items() if key.startswith(f"{name}.weight.")}
             state = functional.QuantState.from_dict(
@@ -81,7 +87,7 @@ def check(base: Path, shared: SharedWeights) -> None:
     check_shared_weights(shared, format_of(base), TensorFiles(base), family_of(load_config(base).model_type).experts)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4", "experts"])
+@pytest.mark.parametrize("name", ["none", "nvfp4", "mxfp4", "nf4", "experts"])
 def test_the_checkpoints_weights_pass(bases: dict[str, Path], name: str) -> None:
     shared = shared_of(bases[name])
     assert shared.linears or shared.experts
@@ -141,12 +147,25 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("name", ["none", "nvfp4", "mxfp4", "nf4"])
 def test_a_linear_that_is_read_otherwise_is_refused(bases: dict[str, Path], name: str, change: str) -> None:
     shared = shared_of(bases[name])
     wrong = Changed(shared.linears[QKV[1]], *CHANGES[change])
     with pytest.raises(UserError, match=f"must have the checkpoint's weights .* {QKV[1]} differ by .* of their size"):
         check(bases[name], replace(shared, linears={**shared.linears, QKV[1]: wrong}))
+
+
+def test_a_shared_16_bit_base_is_the_checkpoints_and_no_parameter_of_the_trainer(bases: dict[str, Path]) -> None:
+    own, shared = (
+        load_base(bases["none"], torch.float32, torch.device("cpu"), weights)
+        for weights in (None, shared_of(bases["none"]))
+    )
+    ids = torch.arange(2, 10)[None]
+    packing = Packing.of(torch.tensor([8]), 8)
+    one, other = (model(ids, position_ids=packing.positions[None], packing=packing).logits for model in (own, shared))
+    assert torch.equal(one, other)
+    names = {name for name, _ in own.named_parameters()} - {name for name, _ in shared.named_parameters()}
+    assert names == {f"{name}.weight" for name in QKV}
 
 
 def test_slices_in_each_others_place_are_refused_at_the_start(bases: dict[str, Path]) -> None:

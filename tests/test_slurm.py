@@ -13,7 +13,6 @@ from tiny_run import VALIDATED, Tiny, trainer_of
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted
 from qerl_pl.errors import Stopped, StopSignals, UserError, sigusr1_as_sigterm
-from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.runtime.slurm import check_tasks, check_world, take_sigusr1
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
@@ -120,18 +119,6 @@ def test_sigusr1_is_sigterm_where_nothing_saves(monkeypatch: pytest.MonkeyPatch)
         signal.raise_signal(USR1)
     signals.give_back()
     assert signal.getsignal(USR1) is sigusr1_as_sigterm
-
-
-@pytest.mark.parametrize("name", ["hpc_ckpt_1.ckpt", "hpc_ckpt_1256.ckpt"])
-def test_a_checkpoint_of_the_middle_of_a_step_is_refused(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    for exists in (False, True):
-        if exists:
-            path.write_bytes(b"anything")
-        with pytest.raises(
-            UserError, match=f"the end of a step; Lightning saved .*{name} in the middle of one; remove"
-        ):
-            AtomicCheckpointIO().load_checkpoint(path)
 
 
 def devices(count: int, nodes: int = 1) -> Callable[[], Trainer]:

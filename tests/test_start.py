@@ -1,18 +1,15 @@
 """Training that goes on from a saved adapter: PEFT's policy, its own KL reference, the same bits when resumed."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-from fit_helpers import KeepsEachRank, configuration, fit, fit_on_ranks
+from fit_helpers import configuration, fit, fit_on_ranks
 from safetensors.torch import load_file, save_file
-from short_run import data, rollout_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.adapter import read_adapter
 
 CPU = torch.device("cpu")
@@ -211,30 +208,6 @@ def test_what_is_no_adapter_to_start_from_is_refused(tiny_policy_dir: Path, taug
         config_of(tiny_policy_dir, broken).base_folder()
 
 
-def test_the_divergence_from_the_reference_is_zero_at_the_start(
-    tiny_policy_dir: Path, taught: Path, tmp_path: Path
-) -> None:
-    kl: list[float] = []
-
-    class Watch(KeepsEachRank):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            kl.append(float(trainer.callback_metrics["policy/kl"]))
-
-    module = QeRLModule(
-        config_of(tiny_policy_dir, taught),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=0.05),
-        monitor_kl=True,
-        warmup_ratio=0.0,
-        seed=5,
-    )
-    trainer_of(tmp_path, Watch(), rollout=rollout_of()).fit(module, datamodule=data())
-    assert abs(kl[0]) < 1e-6 and min(kl[1:]) > 1e-3
-    start, trained = (
-        load_file(path) for path in (taught / "adapter_model.safetensors", tmp_path / "rank0.safetensors")
-    )
-    assert trained.keys() == start.keys() and all(not torch.equal(trained[name], start[name]) for name in start)
-
-
 # Resuming -------------------------------------------------------------------------------------------------------------
 
 
@@ -248,56 +221,23 @@ def from_adapter(base: Path, adapter: Path, run: Path) -> dict[str, Any]:
     return settings
 
 
-def die_in_the_fourth_update() -> None:
-    """SIGKILL after the checkpoint of the third rollout."""
-    from qerl_pl.modules import update
-
-    plain, calls = update.PolicyUpdate.run, iter(range(100))
-
-    def run(self, *args):  # type: ignore[no-untyped-def]
-        if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, *args)
-
-    update.PolicyUpdate.run = run  # type: ignore[method-assign]
-
-
-def adapter_of(run: Path) -> dict[str, Tensor]:
-    return load_file(run / "adapter" / "adapter_model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def whole(tiny_policy_dir: Path, taught: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("start") / "whole"
-    status, output = fit(from_adapter(tiny_policy_dir, taught, run))
-    assert status == 0, output
-    return run
-
-
-def test_a_killed_run_resumes_bit_for_bit_and_refuses_another_start(
-    tiny_policy_dir: Path, taught: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_run_refuses_another_start_and_is_exported_without_its_own(
+    tiny_policy_dir: Path, taught: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = shutil.copytree(taught, tmp_path / "own")
+    own, other = (shutil.copytree(taught, tmp_path / name) for name in ("own", "other"))
     settings = from_adapter(tiny_policy_dir, own, tmp_path / "run")
-    status, output = fit(settings, "--resume", "auto", prepare=die_in_the_fourth_update)
-    assert status == -signal.SIGKILL, output
-    other = shutil.copytree(taught, tmp_path / "other")
-    save_file(
-        {name: t + 1 for name, t in load_file(other / "adapter_model.safetensors").items()},
-        other / "adapter_model.safetensors",
-    )
+    status, output = fit(settings)
+    assert status == 0, output
+    weights = other / "adapter_model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
     for start in (str(other), "null"):
         shape = [] if start != "null" else ["--model.policy.lora.rank=4", "--model.policy.lora.alpha=8"]
         status, output = fit(settings, "--resume", "auto", "--model.policy.adapter", start, *shape)
         assert status == 2 and "a run keeps the adapter that it started from" in output, output
-    status, output = fit(settings, "--resume", "auto")
-    assert status == 0 and "resuming from" in output, output
-    expected, resumed = adapter_of(whole), adapter_of(tmp_path / "run")
-    assert expected.keys() == resumed.keys() and all(torch.equal(expected[name], resumed[name]) for name in expected)
     shutil.rmtree(own)  # an export needs the checkpoint alone
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
     assert "rank 4" in capsys.readouterr().out
-    exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
+    expected, exported = (load_file(tmp_path / at / "adapter_model.safetensors") for at in ("run/adapter", "exported"))
     assert all(torch.equal(expected[name], exported[name]) for name in expected)
 
 

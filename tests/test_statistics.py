@@ -1,14 +1,12 @@
 """What answers come to, against numbers worked by hand and plain enumeration."""
 
-import io
 import itertools
 import math
 
 import pytest
 import torch
-from PIL import Image
 
-from qerl_pl.callbacks.evaluation import pass_at_k_curves, pass_at_k_plot
+from qerl_pl.callbacks.evaluation import pass_at_k_curves
 from qerl_pl.evaluation.metrics import (
     bootstrap_interval,
     evaluation_tag,
@@ -148,10 +146,6 @@ def test_the_curve_of_pass_at_k_has_the_intervals_of_the_metrics() -> None:
     assert values == sorted(values)
     assert (values[0], values[-1]) == pytest.approx((right.double().mean().item(), right.any(1).double().mean().item()))
     assert all(below < value < above for below, value, above in zip(low, values, high, strict=True))
-    image = pass_at_k_plot(
-        {"one": {"pass@k": curves, "metrics": metrics}, "two": {"pass@k": curves, "metrics": metrics}}
-    )
-    assert Image.open(io.BytesIO(image)).size == (1008, 408)  # of two panels, 120 dots an inch
 
 
 def test_the_interval_is_that_of_a_binomial() -> None:

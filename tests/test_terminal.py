@@ -184,25 +184,6 @@ def test_a_kernel_that_vllm_compiles_late_is_no_news_and_its_other_warnings_are(
     assert len(caplog.records) == (4 if logging.getLogger("lightning.pytorch").propagate else 3)
 
 
-@pytest.mark.vllm
-def test_the_monitor_of_this_vllm_is_the_one_that_is_quiet(configured: list[warnings.WarningMessage]) -> None:
-    from qerl_pl.engines.vllm.startup import import_vllm
-
-    import_vllm()
-    from vllm.utils import jit_monitor
-
-    said: list[str] = []
-    ear = logging.Handler()  # vLLM's own writes to what standard output was when vLLM was first imported
-    ear.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    jit_monitor.logger.addHandler(ear)
-    try:
-        jit_monitor._handle_jit_event(backend="Triton", event="kernel JIT compilation", fn_name="_kernel")
-        jit_monitor.logger.error("heard")
-    finally:
-        jit_monitor.logger.removeHandler(ear)
-    assert said == ["heard"]
-
-
 def test_bars_of_weights_are_not_drawn_and_others_are(
     configured: list[warnings.WarningMessage], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,13 +1,10 @@
 """The toy tasks, their tokenizer, and a small build of the policy."""
 
 import hashlib
-import json
 import random
 import re
 import subprocess
 import sys
-import unicodedata
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +21,7 @@ from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError
 from qerl_pl.toy.game import GuessingGame, GuessNumber
-from qerl_pl.toy.policy import FORMAT, ToyConfig, build_toy_policy, demonstration_batch, game_demonstrator
+from qerl_pl.toy.policy import ToyConfig, build_toy_policy, demonstration_batch, game_demonstrator
 from qerl_pl.toy.task import ArithmeticTask, Problem, careful_demonstration, careless_demonstration
 from qerl_pl.toy.tokenizer import TOOLS_TEMPLATE, build_tokenizer
 from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
@@ -86,18 +83,6 @@ def test_careful_demonstration_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_every_column_of_a_careful_demonstration_adds_up_to_the_answer(task: ArithmeticTask) -> None:
-    for index in range(100):
-        problem = task.problem(index, "validation")
-        text = careful_demonstration(problem)
-        columns = re.findall(r": ([\d+]+)=(\d+)\.", text)
-        assert len(columns) == task.digits
-        assert all(sum(map(int, terms.split("+"))) == int(total) for terms, total in columns)
-        digits = columns[-1][1] + "".join(total[-1] for _, total in reversed(columns[:-1]))
-        assert text.endswith(f"</think><answer>{digits}</answer>") and int(digits) == problem.answer
-
-
 def test_careless_demonstrations_are_near_and_seldom_right() -> None:
     rng, right = random.Random(0), 0
     for index in range(500):
@@ -132,15 +117,6 @@ def test_policy_out_of_range_is_refused(wrong: dict[str, float]) -> None:
         ToyConfig(**wrong)
 
 
-def test_any_text_encodes_and_decodes_to_itself(tokenizer: Qwen2Tokenizer) -> None:
-    rng = random.Random(0)
-    texts = ["", " ", "  two  spaces \n\t lines\r\n", "Natalia earned $12.50 in 3 days — naïve? 你好, 🤖\u200d\0 \x7f."]
-    texts += ["".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000)])) for _ in range(200))]
-    for text in texts:
-        ids = tokenizer(text)["input_ids"]
-        assert tokenizer.decode(ids, skip_special_tokens=True) == unicodedata.normalize("NFC", text)
-
-
 def test_tokenizer_knows_digits_tags_and_the_words_of_the_task(tokenizer: Qwen2Tokenizer) -> None:
     assert len(tokenizer) == 512
     assert tokenizer.tokenize("1203") == ["1", "2", "0", "3"]
@@ -160,10 +136,6 @@ def test_chat_template_and_prompt(tokenizer: Qwen2Tokenizer) -> None:
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False)
     assert rendered == "<|bos|><|user|>a<|assistant|>b<|eos|><|user|>c"
     assert tokenizer.decode(render_prompt(tokenizer, "a", None)) == "<|bos|><|user|>a<|assistant|>"
-
-
-def test_tokenizer_is_the_same_each_time(tokenizer: Qwen2Tokenizer) -> None:
-    assert build_tokenizer().backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
 
 
 def test_only_completions_are_taught(tokenizer: Qwen2Tokenizer) -> None:
@@ -307,16 +279,6 @@ def test_demonstrations_are_the_tokens_of_a_dialogue(careless: bool) -> None:
         assert ids == [*found.prompt_ids, *found.token_ids]
         sampled = [False] * len(found.prompt_ids) + [*found.sampled]
         assert labels == [token if own else -100 for token, own in zip(ids, sampled, strict=True)]
-
-
-def test_a_policy_without_a_game_has_the_name_that_it_had() -> None:
-    fields = {name: value for name, value in asdict(ToyConfig()).items() if name != "game"}
-    described = json.dumps({"format": FORMAT, **fields}, sort_keys=True)
-    assert ToyConfig().settings == fields
-    assert ToyConfig().digest == hashlib.sha256(described.encode()).hexdigest()[:16]
-    taught = ToyConfig(game=GuessingGame())
-    assert taught.settings["game"] == {"highest": 31, "turns": 5, "seed": 0} and taught.digest != ToyConfig().digest
-    assert ToyConfig(task=ArithmeticTask(digits=3)).digest != ToyConfig().digest
 
 
 @pytest.mark.parametrize("wrong", [{"highest": 1}, {"turns": 0}])

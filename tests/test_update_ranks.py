@@ -114,19 +114,6 @@ def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objectiv
         assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
 
 
-def test_ranks_measure_the_same_sample_of_the_kl(policy: Policy) -> None:
-    experience, update = (
-        ragged(10),
-        PolicyUpdate(DAPO(kl_estimator="k1"), 3, 2, 20, 0.5, reference_share=0.3, seed=0),
-    )
-    expected = learn(policy, update, experience, SINGLE_PROCESS)[1]["policy/kl"]
-    partition = [[0, 5, 6], [1, 2, 3, 4, 7, 8, 9]]
-    result = on_ranks(
-        2, lambda ranks: learn(policy, update, share(experience, partition[ranks.rank]), ranks)[1]["policy/kl"]
-    )
-    assert abs(expected) > 1e-3 and result == pytest.approx([expected] * 2, rel=1e-4)
-
-
 def test_one_all_reduce_a_step_and_none_without_a_token_that_trains(policy: Policy) -> None:
     experience = replace(ragged(4), truncated=torch.tensor([True, True, True, False]))
     update = PolicyUpdate(DAPO(), 1, 4, None, 0.5, reference_share=0.0, seed=0)

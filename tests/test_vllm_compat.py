@@ -136,7 +136,11 @@ def test_vllm_runs_each_format_as_it_can(base_format: BaseFormat) -> None:
         for share in (True, False):
             experts = asked if linears or (stacks and share and asked == "marlin") else None
             assert startup.moe_backend(base_format, asked, share) == experts
-    options = {"quantization": "bitsandbytes", "load_format": "bitsandbytes"} if name == "nf4" else {}
+    options = (
+        {"quantization": "bitsandbytes", "load_format": "bitsandbytes"}
+        if name == "nf4"
+        else {"load_format": "safetensors"}
+    )
     assert startup.load_options(base_format) == options
 
 

@@ -2,6 +2,8 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,10 @@ import torch._dynamo
 from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize_mxfp4, quantize_nvfp4
 from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from qerl_pl.engines.base import EngineSpec
+from qerl_pl.engines.vllm import compat
 from qerl_pl.engines.vllm.linear_methods import (
     FP4Method,
     attach_adapter,
@@ -22,6 +27,7 @@ from qerl_pl.engines.vllm.linear_methods import (
     shared_rows,
     why_not_shared,
 )
+from qerl_pl.engines.vllm.merged import attach_merged, merge
 from qerl_pl.engines.vllm.weight_map import fused_slices
 from qerl_pl.engines.vllm.worker import PolicyWorker
 from qerl_pl.errors import UserError
@@ -208,28 +214,129 @@ def test_only_full_tiles_are_shared(sizes: list[int], shared: bool, mx: bool) ->
         }
 
 
-def test_a_16_bit_linear_shares_nothing_and_a_padded_one_cannot_be_shared() -> None:
-    slices = [("a.o_proj", 0, ROWS)]
-    assert shared_rows(nn.Linear(COLUMNS, ROWS), slices) == {}
+def dense_linear() -> Any:
+    """A linear in 16 bits, as vLLM holds it on a GPU."""
+    layer: Any = nn.Linear(COLUMNS, ROWS, bias=False, dtype=torch.bfloat16)
+    layer.weight.requires_grad_(False)
+    layer.input_size_per_partition, layer.output_size_per_partition = COLUMNS, ROWS
+    return layer
+
+
+def test_rows_of_a_16_bit_linear_are_shared_in_place() -> None:
+    layer = dense_linear()
+    shared = shared_rows(layer, [("a.q_proj", 0, 48), ("a.k_proj", 48, ROWS)])
+    assert shared is not None and [weight.shape for weight in shared.values()] == [(48, COLUMNS), (16, COLUMNS)]
+    keys = shared["a.k_proj"].dense(torch.bfloat16)
+    assert keys.data_ptr() == layer.weight[48:].data_ptr() and torch.equal(keys, layer.weight[48:])
+
+
+@pytest.mark.parametrize("kind", ["padded in 4 bits", "padded in 16 bits", "repacked", "other codes"])
+def test_what_the_trainer_cannot_read_is_not_shared(kind: str) -> None:
+    layer = linear(False) if kind == "padded in 4 bits" else dense_linear()
+    if kind.startswith("padded"):
+        layer.output_size_per_partition = ROWS - 8
+    elif kind == "repacked":  # as vLLM's CPU build leaves it
+        layer.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+    else:
+        layer.weight = nn.Parameter(layer.weight.view(torch.int16), requires_grad=False)
+    assert shared_rows(layer, [("a.o_proj", 0, layer.output_size_per_partition)]) is None
+
+
+@pytest.mark.parametrize(("tokens", "by"), [(2, "adapter"), (3, "copy")])
+def test_above_a_number_of_tokens_4_bit_linears_multiply_by_their_merged_copy(
+    marlin_calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tokens: int, by: str
+) -> None:
+    monkeypatch.setattr(compat, "missing_names", lambda _: "")
+    layer = linear(True)
+    linears = {"a.o_proj": (layer, [("a.o_proj", 0, ROWS)])}
+    limits = {"decode_gemm_max_tokens": None, "dense_above": 1}
+    attached = attach_all(linears, limits | {"rank": 1, "targets": ["o_proj"]}, torch.bfloat16)
+    before = [tensor.clone() for tensor in layer.state_dict().values()]
+    rows = attach_merged(linears, attached.lora, 2, torch.bfloat16, nullcontext())
+    a, b = attached.lora["a.o_proj"]
+    a[0, 0], b[:, 0] = 1.0, torch.arange(ROWS)  # adds its row's number to the first column
+    merge(rows)
+    expected = dense(layer)
+    expected[:, 0] += torch.arange(ROWS)
+    assert torch.equal(layer.qerl_merged, expected.bfloat16())
+    assert all(torch.equal(one, other) for one, other in zip(before, layer.state_dict().values(), strict=True))
+    layer.qerl_merged.add_(1.0)  # to be told from the sum of two products
+    x = torch.ones(tokens, COLUMNS).bfloat16()
+    with torch.inference_mode():
+        y = layer.quant_method.apply(layer, x, layer.bias)
+    added = expected.sum(1) + BIAS.float() + (COLUMNS if by == "copy" else 0)
+    torch.testing.assert_close(y.float(), added.expand(tokens, ROWS), rtol=2e-2, atol=0.5)
+
+
+class Pool(TorchDispatchMode):
+    """Keeps what is allocated in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.held.append(func(*args, **(kwargs or {})))
+        return self.held[-1]
+
+
+def test_a_copy_of_marlins_weight_adds_the_bias_in_plain_order_and_only_copies_are_released_with_the_cache() -> None:
+    layers, pool = (linear(True), linear(True)), Pool()
+    linears = {name: (layer, [(name, 0, ROWS)]) for name, layer in zip("ab", layers, strict=True)}
+    rows = attach_merged(linears, {}, 0, torch.bfloat16, pool)
+    assert len({tensor.data_ptr() for tensor in pool.held}) == 1
+    for tensor in pool.held:
+        tensor.fill_(torch.nan)  # what a sleeping engine's memory holds when it wakes
+    merge(rows)
+    for layer in layers:
+        y = layer.quant_method.apply(layer, torch.zeros(1, COLUMNS).bfloat16(), layer.bias)
+        assert torch.equal(y[0], BIAS) and layer.qerl_merged.storage_offset() % 128 == 0
+
+
+def test_copies_of_16_bit_linears_hold_their_adapter_and_those_without_one_need_none() -> None:
+    layer, plain = dense_linear(), dense_linear()
+    layer.quant_method = plain.quant_method = Method()
+    linears = {"a.o_proj": (layer, [("a.o_proj", 0, ROWS)]), "a.router": (plain, [("a.router", 0, ROWS)])}
+    limits = {"decode_gemm_max_tokens": None, "dense_above": None}
+    attached = attach_all(linears, limits | {"rank": 1, "targets": ["o_proj"]}, torch.bfloat16)
+    rows = attach_merged(linears, attached.lora, 2, torch.bfloat16, nullcontext())
+    assert len(rows) == 1 and not hasattr(plain, "qerl_merged")
+    base = layer.weight.clone()
+    x = torch.eye(COLUMNS).bfloat16()[:1]
+    for scale in (1.0, 0.0):  # a later merge starts from the base again
+        for factor in attached.lora["a.o_proj"]:
+            factor.fill_(scale)
+        merge(rows)
+        with torch.inference_mode():
+            y = layer.quant_method.apply(layer, x)
+        assert torch.equal(y[0], (base[:, 0].float() + scale).bfloat16()) and torch.equal(layer.weight, base)
+
+
+def test_a_weight_that_cannot_be_read_cannot_be_merged() -> None:
     padded = linear(False)
     padded.output_size_per_partition = ROWS - 8
-    assert shared_rows(padded, slices) is None
+    with pytest.raises(UserError, match="vLLM has a.o_proj in another layout, or padded: set VLLMEngine.adapter to"):
+        attach_merged({"a.o_proj": (padded, [("a.o_proj", 0, ROWS - 8)])}, {}, 0, torch.bfloat16, nullcontext())
 
 
 def test_why_nothing_is_shared() -> None:
-    marlin = MarlinNvFp4LinearKernel.__name__
+    spec = EngineSpec(Path(), torch.bfloat16, torch.device("cuda"), 1, ("o_proj",), 8)
+    half, single = (replace(spec, dtype=dtype) for dtype in (torch.float16, torch.float32))
+    marlin, dense = MarlinNvFp4LinearKernel.__name__, "UnquantizedLinearMethod"  # of gpt-oss's linears
     for kernel in (marlin, MarlinMxFp4LinearKernel.__name__, "MarlinMxfp4LinearKernel"):  # as releases spell it
-        assert why_not_shared([kernel, "UnquantizedLinearMethod"], torch.bfloat16) is None
-    assert why_not_shared(["HummingNvFp4LinearKernel"], torch.bfloat16) == (
+        assert why_not_shared([kernel, dense], spec) is None
+    assert why_not_shared(["HummingNvFp4LinearKernel"], spec) == (
         "only Marlin's layout can be shared, and vLLM's kernels are HummingNvFp4LinearKernel"
     )
-    assert "torch.float16" in (why_not_shared([marlin], torch.float16) or "")
-    dense = "UnquantizedLinearMethod"  # of gpt-oss's linears
-    assert why_not_shared([dense, "MarlinExperts"], torch.bfloat16) is None
-    assert "torch.float32" in (why_not_shared([dense, "MarlinExperts"], torch.float32) or "")
-    assert why_not_shared([dense, "OAITritonExperts"], torch.bfloat16) == (
+    assert "torch.float16" in (why_not_shared([marlin], half) or "")
+    assert why_not_shared([dense, "MarlinExperts"], spec) is None
+    assert "torch.float32" in (why_not_shared([dense, "MarlinExperts"], single) or "")
+    assert why_not_shared([dense, "OAITritonExperts"], spec) == (
         "only Marlin's layout can be shared, and vLLM's kernels are UnquantizedLinearMethod, OAITritonExperts"
     )
+    assert why_not_shared([dense], single) is None
+    assert "trains its own" in (why_not_shared([dense], replace(spec, full_finetuning=True)) or "")
+    assert "repacks" in (why_not_shared([dense], replace(spec, device=torch.device("cpu"))) or "")
 
 
 def test_a_linear_that_marlin_has_not_prepared_or_has_padded_is_left_alone() -> None:

@@ -1,24 +1,29 @@
 """A rank that fails ends all ranks, with its reason as the last line. Real processes over gloo."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from fit_helpers import free_port, processes
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import distributed
 
 from qerl_pl.errors import Stopped, UserError
 from qerl_pl.runtime import failure_detector
 from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.runtime.failure_detector import FailureDetector
+from qerl_pl.runtime.strategy import UnobservedLauncher, signal_at_end_of_launcher
 
 
 def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
@@ -50,9 +55,9 @@ def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
     assert alone.tolist() == [3.0, 3.0]
     try:
         if fault == "none":
-            detector.stop(communicator)
-            assert not detector._thread.is_alive()  # or Python's end may find it within the store, and abort
-            time.sleep(2 * (rank == 1))  # the first rank and its store are gone then
+            detector.stop()
+            assert detector.ended  # or Python's end may find its thread within gloo
+            time.sleep(2 * (rank == 1))  # the first rank is gone then
             return
         if fault.endswith(str(rank)):
             act(fault[:-1])
@@ -72,7 +77,7 @@ def act(fault: str) -> None:
         "raise": UserError("a rule; got something; a remedy"),
         "stop": Stopped(signal.SIGTERM),
         "bug": ZeroDivisionError("division by zero"),
-        "word": RuntimeError("a gloomy reward of gloo"),
+        "word": RuntimeError("a gloomy reward of gloo \ud800" + 900 * "\U0001f600"),  # longer than a message
     }[fault]
 
 
@@ -129,60 +134,124 @@ def test_a_rank_that_raises_ends_all_with_its_reason(run: Run, fault: str, last:
     assert printed[0].splitlines()[-1].startswith(last)
 
 
+LOST = "killed, or its machine or network is lost"
 REMEDY = "; run the command again, training with --resume auto"
 
 
-@pytest.mark.parametrize(
-    ("fault", "lost", "last"),
-    [
-        ("kill2", 2, "no sign of life for 10 s: killed, or its machine or network is lost"),
-        ("kill0", 0, "it is gone: killed, or its machine or network is lost"),  # and with it the store
-        ("freeze2", 2, "no sign of life for 6 s: killed, or its machine or network is lost"),
-        ("freeze0", 0, "no sign of life for 6 s: killed, or its machine or network is lost"),  # a store without answers
-    ],
-)
-def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(
-    run: Run, fault: str, lost: int, last: str
-) -> None:
+@pytest.mark.parametrize(("fault", "lost"), [("kill2", 2), ("kill0", 0), ("freeze2", 2), ("freeze0", 0)])
+def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(run: Run, fault: str, lost: int) -> None:
     statuses, printed = run(fault)
     assert statuses == [-9 if rank == lost else 1 for rank in range(3)], printed
     told = [[line for line in one.splitlines() if line.startswith("qerl:")] for one in printed]
-    line = f"qerl: rank {lost}: {last}{REMEDY}"
-    # All are on one machine, whose first process tells; where that is the lost one, the others do.
-    assert told == ([[], [line], [line]] if lost == 0 else [[line], [], []])
+    # All are on one machine, whose first process tells; where that is the lost one, the next does.
+    line = f"qerl: rank {lost}: {LOST}{REMEDY}"
+    assert told == ([[], [line], []] if lost == 0 else [[line], [], []])
 
 
-def watch_a_process(status: int, seconds: float, port: int, errors: Path) -> None:
-    """The first rank, which has started a process that ends with `status`; the run ends after `seconds`."""
-    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+def launch_one(program: str, rank: int, port: int, errors: Path) -> None:
+    """Two ranks, the second of which ends at once; the first has started a process that runs the program."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, sys.stderr.fileno())
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    failure_detector.GRACE = 2.0
-    distributed.init_process_group("gloo", rank=0, world_size=1)
-    communicator = Communicator(0, 1, distributed.new_group(backend="gloo"))
-    child = subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"])
-    detector = FailureDetector(communicator, 0, [child])
-    time.sleep(seconds)
-    detector.stop(communicator)
-    sys.exit(detector.join())
+    distributed.init_process_group("gloo", rank=rank, world_size=2)
+    communicator = Communicator(rank, 2, distributed.new_group(backend="gloo"))
+    children = [subprocess.Popen([sys.executable, "-c", program])] if rank == 0 else []
+    detector = FailureDetector(communicator, rank, children)
+    communicator.barrier()
+    if rank == 1:
+        os._exit(0)
+    try:
+        communicator.barrier()
+    except RuntimeError as error:  # for which the end of the other is the reason
+        detector.failed(error)
 
 
 @pytest.mark.parametrize(
-    ("status", "seconds", "last", "found"),
+    ("program", "reason", "status"),
     [
-        (0, 60, "qerl: rank 1: its process ended before the run did", 1),
-        (3, 60, "qerl: rank 1: its process ended with status 3", 3),
-        (0, 1, None, 0),  # the run ends soon after
+        ("", "its process ended with status 0", 1),
+        ("raise SystemExit(3)", "its process ended with status 3", 3),
+        ("import os; os.kill(os.getpid(), 9)", "its process was ended by SIGKILL", 137),
+        ("import os; os.kill(os.getpid(), 11)", "its process was ended by SIGSEGV", 139),
+        ("import time; time.sleep(9)", LOST, 1),  # only its network is lost
     ],
 )
-def test_a_process_that_ends_before_the_run_ends_it(
-    tmp_path: Path, status: int, seconds: int, last: str | None, found: int
+def test_the_launcher_says_how_its_process_ended(tmp_path: Path, program: str, reason: str, status: int) -> None:
+    errors, port = tmp_path / "errors.log", free_port()
+    ranks = [processes().Process(target=launch_one, args=(program, rank, port, errors)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=50)
+        process.kill()
+    lines = [line for line in errors.read_text().splitlines() if line.startswith("qerl:")]
+    assert ranks[0].exitcode == status and lines == [f"qerl: rank 1: {reason}{REMEDY}"], errors.read_text()
+
+
+def start_one(program: str, errors: Path) -> None:
+    """A launcher whose process runs the program; the ranks meet after a while."""
+    descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, sys.stderr.fileno())
+    launcher = UnobservedLauncher(LightningEnvironment(), 2, 1)
+    launcher.procs = [subprocess.Popen([sys.executable, "-c", program])]
+    threading.Timer(2.5, launcher.have_met.set).start()
+    launcher._observe_start()
+    launcher.procs[0].kill()
+
+
+@pytest.mark.parametrize(
+    ("program", "reason", "status"),
+    [
+        ("", "its process ended with status 0", 1),
+        ("raise SystemExit(2)", "its process ended with status 2", 2),
+        ("import os; os.kill(os.getpid(), 9)", "its process was ended by SIGKILL", 137),
+        ("import os; os.kill(os.getpid(), 15)", "its process was ended by SIGTERM", 143),
+        ("import time; time.sleep(9)", None, 0),
+    ],
+)
+def test_a_process_that_ends_before_the_ranks_have_met_ends_the_run(
+    tmp_path: Path, program: str, reason: str | None, status: int
 ) -> None:
-    errors = tmp_path / "parent.log"
-    process = processes().Process(target=watch_a_process, args=(status, seconds, free_port(), errors))
-    process.start()
-    process.join(timeout=50)
-    process.kill()
+    errors = tmp_path / "errors.log"
+    launcher = processes().Process(target=start_one, args=(program, errors))
+    launcher.start()
+    launcher.join(timeout=50)
+    launcher.kill()
     printed = errors.read_text()
-    lines = [line for line in printed.splitlines() if line.startswith("qerl:")]
-    assert process.exitcode == found and lines == ([f"{last}{REMEDY}"] if last else []), printed
+    expected = [f"qerl: rank 1: {reason}, at the start; run the command again"] if reason else []
+    assert launcher.exitcode == status and printed.splitlines()[-1:] == expected, printed
+
+
+def start_a_rank(end: str, alive: Connection) -> None:
+    """A launcher that ends, and its process, which lives as long as the connection is open, unless it ends before."""
+    process, ready = os.getpid(), multiprocessing.Pipe()
+    if os.fork():
+        ready[0].recv()
+        os.kill(process, getattr(signal, end))
+    os.environ |= {"QERL_LAUNCHER_PID": str(process)}
+    signal_at_end_of_launcher(signal.SIGKILL)
+    ready[1].send("")
+    time.sleep(4.0)
+    alive.send("left behind")
+    os._exit(0)
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "SIGSEGV"])
+def test_a_process_ends_with_its_launcher_before_the_ranks_have_met(end: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    launcher = processes().Process(target=start_a_rank, args=(end, theirs))
+    launcher.start()
+    theirs.close()
+    with pytest.raises(EOFError):  # nobody has the other end any more
+        ours.recv()
+    launcher.join()
+
+
+@pytest.mark.parametrize(("told", "ends"), [("", False), ("its own", False), ("a launcher that is gone", True)])
+def test_a_process_whose_launcher_has_gone_ends_at_once(told: str, ends: bool) -> None:
+    process = os.fork()
+    if not process:
+        os.environ["QERL_LAUNCHER_PID"] = {"": str(os.getppid()), "its own": str(os.getpid())}.get(told, "1")
+        signal_at_end_of_launcher(signal.SIGKILL)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == ends

@@ -64,7 +64,6 @@ ROOMS = {
             "qerl_pl/callbacks/resume.py",
         ),
         ("files", "random_state", "resume_callback"),
-        "not killed_while_writing",
     ),
     "module": Room(
         (

@@ -19,6 +19,7 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_sizes,
     decode_gemm_supported,
 )
+from qerl_kernels.delta_rule import check_flash_linear_attention, gated_delta_rule
 from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
 from qerl_kernels.frozen_weights import (
     DenseStack,
@@ -50,7 +51,6 @@ from qerl_kernels.reference import (
     MXFP4Tensor,
     NVFP4Tensor,
     dequantize_nvfp4,
-    gated_delta_rule,
     nvfp4_global_scale,
     quantize_mxfp4,
     quantize_nvfp4,
@@ -69,7 +69,8 @@ __all__ = [
     "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases", "FrozenWeight",
     "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack", "MarlinTensor",
     "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "addend_checkpoint_contexts", "backend_for",
-    "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu", "clamped_swiglu_reference",
+    "check_flash_linear_attention", "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu",
+    "clamped_swiglu_reference",
     "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported",
     "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear",
     "frozen_linears", "gated_delta_rule", "gelu_tanh_product", "last_addend", "leaves_out_last_addend", "marlin_alpha",

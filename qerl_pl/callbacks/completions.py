@@ -1,11 +1,10 @@
-"""Logs completions as text and tables and, optionally, writes all of them to a JSON Lines file."""
+"""Logs completions as tables and, optionally, writes all of them to a JSON Lines file."""
 
 import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 class CompletionLog(Callback):
     """Logs some completions with rewards and reference answers, and optionally writes all to a file.
 
-    TensorBoard and MLflow show them as text, W&B as a table.
+    TensorBoard and W&B show them as a table.
 
     Args:
         every_n_rollouts: Rollouts between two that are logged.
@@ -73,9 +72,9 @@ class CompletionLog(Callback):
     def _log(self, trainer: Trainer) -> None:
         if self._unlogged is not None:
             version, records = self._unlogged
-            rows, text = [_row(version, record) for record in records], _markdown(version, records)
+            rows = [_row(version, record) for record in records]
             for logger in adapters(trainer.loggers):
-                logger.log_table("completions", COLUMNS, rows, text, version)
+                logger.log_table("completions", COLUMNS, rows, version)
             self._unlogged = None
 
 
@@ -126,18 +125,6 @@ def _origin(message: Mapping[str, Any]) -> str:
     )
 
 
-def _completion(record: CompletionRecord) -> list[str]:
-    """A completion in Markdown; a dialogue has a block for each message, trained ones in bold."""
-    if record.messages is None:
-        return ["Completion:", _quoted(record.completion)]
-    blocks = ["Dialogue (what trains is bold):"]
-    for message in record.messages:
-        text = _escaped(str(message["content"]))
-        trains = message["role"] == "assistant"
-        blocks.append(f"> *{escape(_origin(message))}*<br>{f'<strong>{text}</strong>' if trains else text}")
-    return blocks
-
-
 def _row(version: int, record: CompletionRecord) -> list[Any]:
     completion = record.completion if record.messages is None else dialogue_text(record.messages)
     parts = [record.prompt_id, record.prompt, completion, record.reference, record.rewards["total"]]
@@ -152,26 +139,3 @@ def _parts(record: CompletionRecord) -> str:
 
 def _number(value: float | None) -> str:
     return "not applicable" if value is None else f"{value:.3g}"
-
-
-def _quoted(text: str) -> str:
-    return f"> {_escaped(text)}"
-
-
-def _escaped(text: str) -> str:
-    return escape(text).replace("|", "&#124;").replace("\n", "<br>") or "(empty)"
-
-
-def _markdown(version: int, records: Sequence[CompletionRecord]) -> str:
-    """A section for each completion: reward and reference answer, then prompt and completion as they are."""
-    sections = [f"## Rollout {version}"]
-    for record in records:
-        cut = ", truncated" if record.truncated else ""
-        sections += [
-            f"### Reward {_number(record.rewards['total'])} ({_escaped(_parts(record))})",
-            f"Reference answer **{escape(record.reference)}**, {record.tokens} tokens{cut}, prompt {record.prompt_id}",
-            "Prompt:",
-            _quoted(record.prompt),
-            *_completion(record),
-        ]
-    return "\n\n".join(sections)

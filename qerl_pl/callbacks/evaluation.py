@@ -2,7 +2,6 @@
 
 import hashlib
 import inspect
-import io
 import json
 import logging
 import re
@@ -18,7 +17,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from tqdm import tqdm
 
-from qerl_pl.callbacks.loggers import adapters
 from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.callbacks.rollout_settings import EnvironmentConfig
 from qerl_pl.datamodules.prompts import PromptDataModule
@@ -54,10 +52,10 @@ class EvaluationReport(Callback, ChecksFirst):
     """Writes the metrics of `qerl test` and `qerl validate` with confidence intervals, and every sample.
 
     RUN/evaluation.json has each metric of each set with its 95 % interval (bootstrap over prompts), RUN/evaluation.md
-    the same as a table, RUN/evaluation.png pass@k over k; loggers get the plot, and the bounds as `<metric>_low` and
-    `<metric>_high`. Every graded sample is a line of RUN/evaluation/DIGEST.jsonl, where the digest covers the settings
-    that a sample depends on: weights, sampling, prompt format and rewards, but not the code of rewards and
-    environments; an extra sampling has its own DIGEST. After a kill, the same command continues from these samples.
+    the same as a table; loggers get the bounds as `<metric>_low` and `<metric>_high`. Every graded sample is a line of
+    RUN/evaluation/DIGEST.jsonl, where the digest covers the settings that a sample depends on: weights, sampling,
+    prompt format and rewards, but not the code of rewards and environments; an extra sampling has its own DIGEST.
+    After a kill, the same command continues from these samples.
 
     Args:
         resamples: Bootstrap resamples of an interval.
@@ -185,12 +183,9 @@ class EvaluationReport(Callback, ChecksFirst):
         folder = Path(trainer.default_root_dir)
         machine = machine_of(trainer.strategy.root_device) | installed_versions(["math-verify"])
         report = {"sets": sets, "resamples": self.resamples, **self._settings, "machine": machine}
-        text, json_file, plot = report_table(report), folder / "evaluation.json", folder / "evaluation.png"
+        text, json_file = report_table(report), folder / "evaluation.json"
         atomic_write(json_file, (json.dumps(report, indent=2) + "\n").encode())
         atomic_write(folder / "evaluation.md", text.encode())
-        atomic_write(plot, pass_at_k_plot(sets))
-        for adapter in adapters(trainer.loggers):
-            adapter.log_image(f"{stage}/pass@k", plot, module.policy_version + BEFORE_TRAINING)
         print(f"\n{text}\n{json_file} has all numbers, {folder / self._settings['samples']} all samples")
 
 
@@ -238,26 +233,6 @@ def pass_at_k_curves(
         values = {key: [metrics[metric][key] for metric in own] for key in ("value", "low", "high")}
         curves[name] = {"k": ks, **values}
     return curves
-
-
-def pass_at_k_plot(sets: Mapping[str, Any]) -> bytes:
-    """PNG of pass@k over k, a panel for each set of evaluation.json; greedy accuracy is a dashed line."""
-    from matplotlib.figure import Figure  # slow to import, needed once
-
-    figure = Figure(figsize=(4.2 * len(sets), 3.4), layout="constrained")
-    for axis, (name, results) in zip(figure.subplots(1, len(sets), squeeze=False)[0], sets.items(), strict=True):
-        for label, curve in results["pass@k"].items():
-            (line,) = axis.plot(curve["k"], curve["value"], "o-", label=label)
-            axis.fill_between(curve["k"], curve["low"], curve["high"], color=line.get_color(), alpha=0.2, lw=0)
-        axis.axhline(results["metrics"]["accuracy"]["value"], color="black", ls="--", lw=1, label="greedy")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(curve["k"], labels=[str(k) for k in curve["k"]])
-        axis.set(title=name, xlabel="k", ylabel="pass@k", ylim=(-0.02, 1.02))
-        axis.grid(alpha=0.3)
-        axis.legend()
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120)
-    return image.getvalue()
 
 
 def report_table(report: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Hyperparameters, tables, plots and the summary in TensorBoard, W&B and MLflow."""
+"""Hyperparameters, tables, plots and the summary in TensorBoard and W&B."""
 
 import logging
 from collections.abc import Iterable, Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from PIL import Image
 from torch.utils.tensorboard.summary import hparams
 
@@ -103,8 +104,8 @@ class LoggerAdapter:
         """Log numbers, texts and lists by name, before the first metrics."""
         self.logger.log_hyperparams(dict(settings))
 
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
-        """Show a rollout's table; `text` is the same in Markdown."""
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        """Show a rollout's table."""
 
     def log_image(self, name: str, plot: Path, step: int) -> None:
         """Show a PNG file."""
@@ -126,8 +127,10 @@ class TensorBoardAdapter(LoggerAdapter):
         for summary in hparams(plain, dict.fromkeys(COMPARED, 0)):
             self.logger.experiment.file_writer.add_summary(summary)
 
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
-        self.logger.experiment.add_text(name, text, step)
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+        cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
+        lines = [columns, ["---"] * len(columns), *cells]
+        self.logger.experiment.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
 
     def log_image(self, name: str, plot: Path, step: int) -> None:
         with Image.open(plot) as image:
@@ -145,7 +148,7 @@ class TensorBoardAdapter(LoggerAdapter):
 class WandbAdapter(LoggerAdapter):
     """Writes tables, media and the run's summary."""
 
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
         self.logger.log_table(name, columns=columns, data=rows, step=step)
 
     def log_image(self, name: str, plot: Path, step: int) -> None:
@@ -159,30 +162,7 @@ class WandbAdapter(LoggerAdapter):
         return f"wandb sync {run.sync_dir}" if run.offline else str(run.url)
 
 
-class MLFlowAdapter(LoggerAdapter):
-    """Writes artifacts."""
-
-    def log_hyperparameters(self, settings: Mapping[str, Any]) -> None:
-        known = self.logger.experiment.get_run(self.logger.run_id).data.params  # a resumed run's: no change is accepted
-        self.logger.log_hyperparams({name: value for name, value in settings.items() if name not in known})
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], text: str, step: int) -> None:
-        # Not `log_table`, which appends: a resumed run repeats rollouts.
-        self.logger.experiment.log_text(self.logger.run_id, text, f"{name}/rollout-{step:06d}.md")
-
-    def log_image(self, name: str, plot: Path, step: int) -> None:
-        self.logger.experiment.log_artifact(self.logger.run_id, str(plot))
-
-    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
-        self.logger.experiment.log_dict(self.logger.run_id, dict(summary), "summary.json")
-
-    def address(self) -> str:
-        address = self.logger.experiment.tracking_uri
-        page = f"{address}/#/experiments/{self.logger.experiment_id}/runs/{self.logger.run_id}"
-        return page if address.startswith("http") else f"mlflow ui --backend-store-uri {address}"
-
-
-ADAPTERS = {TensorBoardLogger: TensorBoardAdapter, WandbLogger: WandbAdapter, MLFlowLogger: MLFlowAdapter}
+ADAPTERS = {TensorBoardLogger: TensorBoardAdapter, WandbLogger: WandbAdapter}
 
 
 def adapters(loggers: Iterable[Logger]) -> list[LoggerAdapter]:

@@ -77,7 +77,8 @@ def measure_memory(
         "gradients": _gradient_gib(policy),
         "optimizer": held_gib(value for value in states if isinstance(value, Tensor)),
         "kv_cache": engine.get("kv_cache", 0.0),
-        "released": engine.get("released", 0.0),  # of the cache, by a sleeping engine
+        **({"merged": engine["merged"]} if engine.get("merged") else {}),
+        "released": engine.get("released", 0.0),  # by a sleeping engine
     }
 
 

@@ -36,7 +36,6 @@ from qerl_pl.rollout.metrics import slowest_seconds, timed
 from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.runtime.checks import SamplingCallback, check_monitors, no_sampling_callback
-from qerl_pl.runtime.machine import let_waiting_threads_sleep
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Prompt, PromptBatch, SamplingConfig
@@ -197,7 +196,6 @@ class RolloutCallback(Callback, SamplingCallback):
             ranks=ranks.size,
             record_routing=module.policy_config.replay_routing,
         )
-        let_waiting_threads_sleep()
         log.info("starting %s on %s", type(self.engine).__name__, spec.device)
         self._launched = True  # also if it fails half-way
         self.engine.launch(spec)

@@ -45,23 +45,19 @@ class EnvironmentConfig(DialogueConfig):
         workers: Most environments that are open at once, each in its process.
         variables: Names of variables that environments' processes get, such as that of an API key. They inherit few
             others, and no tokens.
-        reset_patience: Seconds for which a `reset` that fails is repeated, at least three times; 0 repeats none.
     """
 
     factory: str | dict[str, Any] | Callable[..., Any] | None = None
     weight: float = 1.0
     tool_time_limit: float = 30.0
     variables: list[str] | None = None
-    reset_patience: float = 300.0
 
     def pool(self) -> EnvironmentPool | None:
         """Where the environments are opened; None without a factory, with a warning of settings that need one."""
         if self.factory is None:
             warn_of_unused(EnvironmentConfig, "rollout.environment", "rollout.environment.factory", vars(self))
             return None
-        variables = self.variables or ()
-        limit, patience = self.tool_time_limit, self.reset_patience
-        return EnvironmentPool(self.factory, limit, self.workers, variables=variables, patience=patience)
+        return EnvironmentPool(self.factory, self.tool_time_limit, self.workers, variables=self.variables or ())
 
 
 @dataclass(frozen=True)

@@ -177,11 +177,12 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
             plan, shares_weights=False, engine_is_dense=True, kv_cache_gib=rows * sequence, sleeps=True,
             prompt_tokens=prompts, prefill_tokens=prompts, max_num_seqs=rows,
         )  # fmt: skip
-    four_bits = plan.quantization in BITS
+    marlin = engine.linear_backend == "marlin" if plan.quantization in BITS else not plan.shape.experts
     cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
     return replace(
         plan,
-        shares_weights=four_bits and engine.share_weights and engine.linear_backend == "marlin",
+        shares_weights=engine.share_weights and marlin,
+        merges=engine.adapter != "fused",
         kv_cache_gib=sequence if cache is None else cache,  # a share of the GPU takes at least one sequence
         sleeps=engine.sleep_mode,
         prompt_tokens=prompts,

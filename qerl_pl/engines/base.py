@@ -94,7 +94,8 @@ class RolloutEngine(Protocol):
     def memory_gib(self) -> Mapping[str, float]:
         """GiB of the engine: "weights", shared ones included, "adapter" if separate, "kv_cache" while sampling.
 
-        Also "releasable", what `sleep` releases of the cache, and "released", what it has. A size that the engine does
+        Also "merged" of copies of weights with the adapter in them, "releasable", what `sleep` releases of these and
+        of the cache, and "released", what it has. A size that the engine does
         not know is left out.
         """
 

@@ -25,8 +25,8 @@ _GONE = "the environment is gone: an earlier call ended its process"
 _CLOSE_FAILS = "close of an environment fails: %s"
 _REPEATS = "%s of an environment fails (%s): trying again for %g s"
 _DONE = "dialogue_done is true after reset, so that dialogues end at their first call; set it to False"
-_RETRIES = 3
-"""Least repetitions of a failed `reset`."""
+PATIENCE = 3, 300.0
+"""Least repetitions of a failed `reset`, and least seconds for which it is repeated."""
 _MISSING_VARIABLE = re.compile(r"KeyError: '(\w+)'")
 T = TypeVar("T")
 
@@ -46,8 +46,6 @@ class EnvironmentPool:
         max_chars: Limit of an answer in characters; longer ones are cut, with a notice.
         memory_gib: Limit of a worker's memory (Linux), in GiB; None sets none.
         variables: Names of variables of this process that workers get, beside those that programs need to run.
-        patience: Seconds for which a `reset` that fails is repeated in another worker, at least three times; 0 repeats
-            none.
     """
 
     def __init__(
@@ -58,22 +56,18 @@ class EnvironmentPool:
         max_chars: int = 32_768,
         memory_gib: float | None = 8.0,
         variables: Sequence[str] = (),
-        patience: float = 300.0,
     ) -> None:
         require_at_least(1, {"environment workers": workers, "max_chars of an environment": max_chars})
         if not 0 < time_limit < float("inf"):
             raise UserError(f"the time limit of a tool is a positive number of seconds; got {time_limit}; 30 is usual")
         if memory_gib is not None and not 0 < memory_gib < float("inf"):
             raise UserError(f"the memory limit of a tool is a positive number of GiB; got {memory_gib}; 8 is usual")
-        if not patience >= 0:
-            raise UserError(f"the patience with a failing reset is seconds from 0; got {patience}; 300 is usual")
         self.factory = factory
         self.time_limit = time_limit
         self.workers = workers
         self.max_chars = max_chars
         self.memory_gib = memory_gib
         self.variables = variables
-        self.patience = patience
         self._processes: _Environments | None = None
 
     def check(self) -> Opening | None:
@@ -160,7 +154,7 @@ class Session:
 
     async def _open(self, row: Mapping[str, Any], seed: int | None) -> Opening:
         environments, pickled = self._processes, cloudpickle.dumps(row)
-        patience = Patience(_RETRIES, environments.patience)
+        patience = Patience(*PATIENCE)
         while True:
             worker = await environments.worker()
             method, reply = "__init__", worker.made
@@ -171,10 +165,9 @@ class Session:
             if not worker.busy:
                 await environments.end(worker)
             environments.release(worker, reusable=False)
-            repeats = environments.patience and not reply.get("refused") and environments.is_alive()
-            if patience.is_used_up() or not repeats:
+            if patience.is_used_up() or reply.get("refused") or not environments.is_alive():
                 environments.raise_error(method, reply)
-            environments.warn(_REPEATS, method, reply["error"], environments.patience)
+            environments.warn(_REPEATS, method, reply["error"], PATIENCE[1])
             await patience.pause()
         if reply["done"]:
             environments.warn(_DONE)
@@ -227,7 +220,6 @@ class _Environments(ProcessPool):
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self.limit = pool.time_limit
-        self.patience = pool.patience
         self._factory = name_of(pool.factory)
         self._warned: set[str] = set()
         super().__init__(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from qerl_kernels import flash_attention_4
 from qerl_kernels.attention import backward_splits, head_groups
+from qerl_kernels.delta_rule import DELTA_CHUNK
 from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
-from qerl_kernels.reference import DELTA_CHUNK
 
 from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.memory import GIB, GRADIENT, MASTER
@@ -109,8 +109,8 @@ def _delta_net(shape: Shape, batch: MicroBatch) -> int:
     """
     if (net := shape.delta) is None:
         return 0
-    heads = net.heads * (32 * net.key_size + 17 * DELTA_CHUNK)
-    return batch.dtype.itemsize * net.mixed + 12 * net.keys + 42 * net.values + heads
+    heads = net.heads * (36 * net.key_size + 29 * DELTA_CHUNK) + net.key_size * net.values // 16
+    return 2 * batch.dtype.itemsize * net.mixed + 16 * net.values + heads
 
 
 def _attention_backward(shape: Shape, batch: MicroBatch) -> int:
@@ -183,8 +183,8 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
     # Plain attention's backward pass has four float32 tensors of scores at once, of which some are saved ones.
     attention += 16 * _scores(shape, batch) - (_saved_scores(shape, batch) if batch.checkpointing is False else 0)
     parts = {"MLP": mlp, "attention": attention}
-    if shape.delta is not None:  # of its gradients a quarter is alive at a time, as tensors counted on a CPU show
-        held = _delta_net(shape, batch) * (1 if batch.checkpointing is False else 5) // 4
+    if shape.delta is not None:  # of its gradients a third is alive at a time, as tensors counted on a CPU show
+        held = _delta_net(shape, batch) * (3 if batch.checkpointing is False else 4) // 3
         parts["delta net"] = tokens * (2 * size * hidden + held) + weight
     # The last norm's input in float32 and its results; the predicting states and their gradients.
     head = (4 + 4 * size) * hidden * tokens + min(CHUNK_BYTES, size * shape.vocabulary * tokens)
@@ -235,6 +235,8 @@ class RunPlan:
     engine: bool = True
     shares_weights: bool = True
     """Whether trainer and engine hold one copy of the base."""
+    merges: bool = False
+    """Whether the engine has merged copies of the linears, in 16 bits, while it samples."""
     engine_is_dense: bool = False
     """Whether the engine's copy has 16 bits (`TransformersEngine`)."""
     kv_cache_gib: float = 4.0
@@ -270,7 +272,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
         held["base model"] = 0 if full else base
     elif not full and not plan.shares_weights:
         held["base model, the engine's copy"] = dense if plan.engine_is_dense else base
-    elif not full and (unshared := shape.unshared_bytes(batch.dtype)):
+    elif not full and (unshared := shape.unshared_bytes()):
         held["base model, what the engine does not share"] = unshared
     held["trained weights"] = MASTER * trained
     if plan.engine and not full:
@@ -280,6 +282,9 @@ def run_memory(plan: RunPlan) -> RunMemory:
     held["optimizer states"] = plan.state_bytes * trained
     cuda = {CONTEXT: CUDA_CONTEXT_GIB * GIB}
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
+    if plan.merges and batch.rank:
+        mlp = 3 * shape.layers * shape.hidden * shape.shared_size if shape.experts else shape.mlp_weights
+        kv["engine: merged copies"] = float(size * (shape.attention_weights + mlp))
     buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
     prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
     rollout = {**held, **kv, **prefill, **buffers, **cuda}  # the gradients are freed before it

@@ -185,16 +185,13 @@ class Shape:
         bits = BITS.get(quantization, 8 * dtype.itemsize)
         return packed * bits / 8 + dtype.itemsize * dense
 
-    def unshared_bytes(self, dtype: torch.dtype) -> float:
-        """Bytes of vLLM's base that are no part of the trainer's, where both share 4-bit weights.
-
-        Beside 4-bit experts attention in 16 bits is not shared, and Marlin's experts are padded: see `fused_experts`.
-        """
+    def unshared_bytes(self) -> float:
+        """Bytes of vLLM's base that are no part of the trainer's, where both share weights: Marlin pads experts."""
         if not self.dense_attention:
             return 0.0
         width = self.intermediate_size // self.top_k
         padded = (-(-self.hidden // 256) * 256) * (-(-width // 128) * 128) / (self.hidden * width)
-        return (padded - 1) * self.mlp_weights * BITS["mxfp4"] / 8 + dtype.itemsize * self.attention_weights
+        return (padded - 1) * self.mlp_weights * BITS["mxfp4"] / 8
 
     @property
     def embedding_weights(self) -> int:

@@ -43,7 +43,7 @@ from qerl_pl.modules.optimizer import (
 )
 from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.policy.policy import Policy, PolicyConfig
-from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, refuse_mid_step
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import (
     ChecksFirst,
     check_devices,
@@ -234,15 +234,13 @@ class PolicyModule(LightningModule, ChecksFirst):
         return AutoTokenizer.from_pretrained(self.base_folder)
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse other precisions and strategies, what a trainer would do to the policy, a run without an end, and a
-        checkpoint of the middle of a step."""
+        """Refuse other precisions and strategies, what a trainer would do to the policy, and a run without an end."""
         if (precision := trainer.precision) not in ("32-true", "32", 32):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
         check_devices(trainer)
         if trainer.barebones:
             raise UserError("callbacks read logged metrics; Trainer(barebones=True) logs none; leave it out")
-        refuse_mid_step(trainer.ckpt_path)
         if stage == "fit":
             refuse_weight_averaging(trainer)
             require_planned_end(trainer)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from qerl_kernels import FrozenWeight, StackedWeight
+from qerl_kernels import DenseWeight, FrozenWeight, StackedWeight, check_flash_linear_attention
 from qerl_kernels.marlin import TILE
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -62,7 +62,8 @@ def load_base(
     linears = _use_frozen_linears(model, base_format, tensors, device, shared.linears)
     state = {**shared.tensors, **experts, **linears}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
-    loaded = {name for linear in frozen for name in base_format.tensor_names(linear)} | state.keys() | loaded_experts
+    loaded = {name for linear in frozen for name in (*base_format.tensor_names(linear), f"{linear}.weight")}
+    loaded |= state.keys() | loaded_experts
     # Old Llama files store inv_freq, which the model computes from its config.
     skipped = (".inv_freq", *(f".{suffix}" for suffix in base_format.dropped))
     others = [name for name in tensors if name not in loaded and not name.endswith(skipped)]
@@ -81,6 +82,8 @@ def load_base(
     use_gated_mlps(model)
     use_packed_attention(model)
     use_packed_delta_nets(model, config, family)
+    if family.delta_net is not None:
+        check_flash_linear_attention(device)
     attach_routing_replay(model)
     model.to(device)  # type: ignore[arg-type]
     return model.requires_grad_(False)
@@ -174,6 +177,8 @@ def _tiles(
             yield name, first_rows.read(name).to(tensor.dtype), tensor[:TILE], tensor[:TILE].abs().max()
     for name, weight in shared.linears.items():
         stored = base_format.first_rows(name, tensors, TILE, _place_beside(weight))
+        if stored is None and f"{name}.weight" in tensors:
+            stored = DenseWeight(_place_beside(weight)(first_rows.read(f"{name}.weight")))
         if stored is not None:
             dense = weight.dense(torch.bfloat16)  # in 16 bits: a matrix may have GiBs, and a tile is compared
             expected, tile = stored.dense(torch.bfloat16).float() * stored.alpha, dense[:TILE].float() * weight.alpha

@@ -26,8 +26,6 @@ STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
 """Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
 CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
-MID_STEP = "hpc_ckpt_"
-"""Begin of the names of checkpoints that Lightning saves at a signal of SLURM, in the middle of a step."""
 
 
 class DamagedCheckpoint(UserError):
@@ -61,9 +59,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
         Raises:
             DamagedCheckpoint: It is missing or damaged.
-            UserError: Another program wrote it, or Lightning in the middle of a step.
+            UserError: Another program wrote it.
         """
-        refuse_mid_step(path)
         return load_saved(Path(path))
 
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -83,19 +80,6 @@ def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
             "change the callback or data module whose state it is, or use another checkpoint"
         ) from error
     return checkpoint
-
-
-def refuse_mid_step(path: _PATH | None) -> None:
-    """Refuse a checkpoint that Lightning saved in the middle of a step, which it finds by itself in a job of SLURM.
-
-    Raises:
-        UserError: It is one.
-    """
-    if path is not None and Path(path).name.startswith(MID_STEP):
-        raise UserError(
-            f"a run goes on from the end of a step; Lightning saved {path} in the middle of one; remove {MID_STEP}* "
-            "from the run's folder, and go on with --resume auto"
-        )
 
 
 def verify(path: Path) -> None:

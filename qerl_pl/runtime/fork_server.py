@@ -81,6 +81,11 @@ def _set_process_control(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
+def signal_at_end_of_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends in any way; 0 for none."""
+    _set_process_control(_PR_SET_PDEATHSIG, number)
+
+
 class ForkServer:
     """Forks workers by command, kills and reaps them.
 
@@ -137,7 +142,7 @@ class ForkServer:
     def become_worker(self, connection: Connection) -> None:
         """Answer requests in this process, and end it."""
         try:
-            _set_process_control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            signal_at_end_of_parent(signal.SIGKILL)
             _set_process_control(_PR_SET_CHILD_SUBREAPER, 1)
             os.setsid()  # what a tool sends to its group does not reach others
             signal.set_wakeup_fd(-1)

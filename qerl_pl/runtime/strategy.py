@@ -6,8 +6,11 @@ parameter at the start, shared 4-bit weights included, and synchronise the ranks
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +18,15 @@ import lightning.pytorch as pl
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import distributed, nn
-from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.runtime.failure_detector import FailureDetector
+from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector, exit_reason
+from qerl_pl.runtime.fork_server import signal_at_end_of_parent
 
 TIMEOUT = timedelta(days=1)
 """Timeout of collectives: ranks wait for the slowest rollout. `FailureDetector` notices lost ranks long before."""
+_LAUNCHER = "QERL_LAUNCHER_PID"
 
 
 class UnwrappedDDPStrategy(DDPStrategy):
@@ -36,12 +40,20 @@ class UnwrappedDDPStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = FailureDetectingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = UnobservedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Initialize the process group and start the failure detector."""
-        with _port_errors():
+        signal_at_end_of_launcher(signal.SIGKILL)  # PyTorch waits a day for the other ranks
+        try:
             super().setup_environment()
+        except distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise UserError(
+                f"rank 0 needs a free port on its machine, where the ranks meet; port {os.environ['MASTER_PORT']} is "
+                "taken: set MASTER_PORT to a free port, the same for all ranks"
+            ) from error
         if self.communicator is SINGLE_PROCESS:
             # Read by each rank's engine and workers; Lightning's launcher sets the other variables only.
             os.environ |= {"RANK": str(self.global_rank), "LOCAL_WORLD_SIZE": str(self.num_processes)}
@@ -49,8 +61,11 @@ class UnwrappedDDPStrategy(DDPStrategy):
                 self.global_rank, self.world_size, distributed.new_group(backend="gloo", timeout=TIMEOUT)
             )
         if self.failure_detector is None or self.failure_detector.ended:  # by an earlier stage
-            children = self._launcher.procs if isinstance(self._launcher, FailureDetectingLauncher) else []
+            children = self._launcher.procs if isinstance(self._launcher, UnobservedLauncher) else []
             self.failure_detector = FailureDetector(self.communicator, self.local_rank, children)
+        signal_at_end_of_launcher(0)
+        if isinstance(self._launcher, UnobservedLauncher):
+            self._launcher.have_met.set()
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Set up as on a single device: DDP's setup would broadcast the module's tensors."""
@@ -68,21 +83,25 @@ class UnwrappedDDPStrategy(DDPStrategy):
         """End failure detection on all ranks together."""
         super().teardown()
         if self.failure_detector is not None:
-            self.failure_detector.stop(self.communicator)
+            self.failure_detector.stop()
 
     def finish(self) -> int:
         """Destroy the process group and wait for the launched processes; their exit status."""
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        return 0 if self.failure_detector is None else self.failure_detector.join()
+        return self._launcher.wait() if isinstance(self._launcher, UnobservedLauncher) else 0
 
 
-class FailureDetectingLauncher(_SubprocessScriptLauncher):
+class UnobservedLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher of a process per device, without its observer: `FailureDetector` observes the processes.
 
     Lightning's observer kills the first process, too, with SIGKILL, when another ends: no reason is reported and no
     file is closed.
     """
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self.have_met = threading.Event()
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
@@ -90,40 +109,38 @@ class FailureDetectingLauncher(_SubprocessScriptLauncher):
         """Start the other processes of this machine unless a cluster has started them, then call the function."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
-            if self.cluster_environment.node_rank() == 0:
-                self._hold_port()
+            os.environ[_LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
+            threading.Thread(target=self._observe_start, daemon=True).start()
         return function(*args, **kwargs)
 
-    def _hold_port(self) -> None:
-        """Bind the rendezvous port before the ranks start; the process group's store shares this server.
+    def _observe_start(self) -> None:
+        """End the run if a process ends before all ranks have met: PyTorch waits a day for it."""
+        first = self.cluster_environment.node_rank() * self.num_processes
+        while not self.have_met.wait(1.0):
+            for rank, child in enumerate(self.procs, start=first + 1):
+                if child.poll() is not None:
+                    reason, status = exit_reason(child.returncode)
+                    print(f"qerl: rank {rank}: {reason}, at the start; run the command again", file=sys.stderr)
+                    os._exit(status)
 
-        Lightning looks up a free port, closes it, and listens there later: another run may take it meanwhile.
-        """
-        with _port_errors():
-            self._rendezvous = TCPStore(
-                self.cluster_environment.main_address,
-                int(os.environ.get("MASTER_PORT", 0)),  # 0: the system chooses
-                is_master=True,
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        os.environ["MASTER_PORT"] = str(self._rendezvous.port)
+    def wait(self) -> int:
+        """Wait for the processes; the first exit status that is not 0."""
+        for child in self.procs:
+            try:
+                child.wait(PATIENCE)
+            except subprocess.TimeoutExpired:  # done, but hanging in a driver
+                child.kill()
+        return next((status for child in self.procs if (status := child.wait())), 0)
 
 
-@contextmanager
-def _port_errors() -> Iterator[None]:
-    """Turn PyTorch's error of a taken rendezvous port into a UserError."""
-    try:
-        yield
-    except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = f"port {os.environ['MASTER_PORT']} is" if "MASTER_PORT" in os.environ else "all are"
-        raise UserError(
-            f"rank 0 needs a free port on its machine, where the ranks meet; {port} taken: set MASTER_PORT to a free "
-            "port, the same for all ranks"
-        ) from error
+def signal_at_end_of_launcher(number: int) -> None:
+    """Have the kernel send this process a signal, 0 for none, when the process that launched it ends."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher not in (None, str(os.getpid())):
+        signal_at_end_of_parent(number)
+        if number and launcher != str(os.getppid()):  # it has ended
+            os._exit(1)
 
 
 def communicator_of(trainer: "pl.Trainer") -> Communicator:

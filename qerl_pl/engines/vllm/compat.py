@@ -111,6 +111,7 @@ TABLE = (
     PrivateName("vllm.v1.worker.gpu_worker.Worker", "adapter and norms written in place", _WORKER, device="cuda"),
     PrivateName("vllm.v1.worker.cpu_worker.CPUWorker", "adapter and norms written in place", _WORKER, device="cpu"),
     PrivateName("vllm.model_executor.models.registry._BaseRegisteredModel", "model class", ("load_model_cls",)),
+    _optional("gated delta nets", "no Qwen3.5 on vLLM 0.25", "vllm.model_executor.models.interfaces.IsHybrid"),
     PrivateName("vllm.model_executor.layers.layernorm.RMSNorm", "noise in the norms", ("weight",)),
     PrivateName("vllm.model_executor.layers.layernorm.GemmaRMSNorm", "noise in the norms", ("weight",)),
     PrivateName(f"{_LINEAR}.LinearBase", "adapter", ("quant_method",)),

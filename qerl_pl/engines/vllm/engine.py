@@ -24,8 +24,10 @@ from qerl_pl.engines.base import (
     regroup,
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
+from qerl_pl.engines.vllm.merged import AdapterMode
 from qerl_pl.engines.vllm.requests import BatchSource, completion_of, request_params
 from qerl_pl.engines.vllm.startup import (
+    REPEATABLE,
     check_reads,
     graph_settings,
     import_vllm,
@@ -37,6 +39,7 @@ from qerl_pl.engines.vllm.startup import (
     register_architecture,
     release_memory,
     runs,
+    sequences_with_states,
     vllm_errors_as_user_errors,
 )
 from qerl_pl.engines.vllm.worker import WorkerReport
@@ -54,12 +57,6 @@ log = logging.getLogger(__name__)
 
 CPU_BATCH = 4096
 """Tokens of a forward pass on a CPU."""
-
-REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
-"""Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
-
-
-_LOAD_FORMATS = {"auto": "safetensors", "dummy": "dummy"}
 
 
 class VLLMEngine(RolloutEngine):
@@ -84,12 +81,15 @@ class VLLMEngine(RolloutEngine):
             package's decode GEMM, which is faster than Marlin (Hopper GPUs, bfloat16). null leaves all to Marlin.
         dense_above: Tokens of a forward pass above which 4-bit linears multiply by their dequantized weight, as in
             prefill: twice as fast (bfloat16 only). null leaves all to Marlin.
+        adapter: fused computes the adapter's products beside the base's, as the trainer does. merged multiplies by
+            16-bit copies of the linears with the adapter in them, which round the sum and take 2 bytes a weight during
+            rollouts. auto merges 16-bit bases, and on 4 bits takes the copies above 64 sequences.
         enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
             does.
         sleep_mode: Release the key/value cache's memory during the update (GPU only).
-        share_weights: Let the trainer use vLLM's 4-bit weights instead of loading the base a second time (GPU, marlin).
-            Equal but for NVFP4's blocks below 3.5e-5 of a matrix's largest weight, which Marlin takes for zero.
-            gpt-oss's experts run by Marlin for its sake; false leaves their kernels to vLLM.
+        share_weights: Let the trainer use vLLM's weights instead of loading the base a second time (GPU; 4 bits by
+            marlin). Marlin takes NVFP4's blocks below 3.5e-5 of a matrix's largest weight for zero. gpt-oss's experts
+            run by Marlin for its sake; false leaves their kernels to vLLM.
         prefix_caching: Compute the prompt once for all its completions. By default, unless the model has gated delta
             nets: vLLM reuses their states in blocks of hundreds of tokens alone.
         load_format: auto reads the weights; dummy makes random ones from config.json alone, to measure speed (not NF4).
@@ -108,6 +108,7 @@ class VLLMEngine(RolloutEngine):
         linear_backend: Literal["marlin", "auto"] = "marlin",
         decode_gemm_max_tokens: int | None = DECODE_GEMM_MAX_TOKENS,
         dense_above: int | None = 256,
+        adapter: AdapterMode = "fused",
         enforce_eager: bool = False,
         sleep_mode: bool = True,
         share_weights: bool = True,
@@ -127,6 +128,7 @@ class VLLMEngine(RolloutEngine):
         self.linear_backend = linear_backend
         self.decode_gemm_max_tokens = decode_gemm_max_tokens
         self.dense_above = dense_above
+        self.adapter = adapter
         self.enforce_eager = enforce_eager
         self.sleep_mode = sleep_mode
         self.share_weights = share_weights
@@ -140,6 +142,7 @@ class VLLMEngine(RolloutEngine):
         self._spec: EngineSpec | None = None
         self._llm: Any = None
         self._asleep = False
+        self._stale = True  # merged copies, since a sync or since `sleep` released their memory
         self._shapes: dict[str, tuple[int, int]] = {}
         self._ends: tuple[int, ...] = ()
         self._has_tokenizer = False
@@ -250,19 +253,18 @@ class VLLMEngine(RolloutEngine):
         if linears := len(report.adapted):
             fused = report.decode_gemm == report.linears
             features.append("fused LoRA" if fused else f"LoRA on {linears} linears")
-        if self._on_gpu and report.sampler:
-            off[compat.SAMPLER] = report.sampler
-        elif self._on_gpu:
-            features.append(compat.SAMPLER)
-        if self.share_weights and (reason := self._share()[1]):
-            off["shared weights"] = reason
-        elif self.share_weights:
-            features.append("shared weights")
+            if self.adapter != "fused":
+                features.append(f"merged copies of {report.merged} linears")
+        options = {compat.SAMPLER: report.sampler} if self._on_gpu else {}
+        if self.share_weights:
+            options["shared weights"] = self._share()[1]
+        features += [name for name, reason in options.items() if not reason]
+        off |= {name: reason for name, reason in options.items() if reason}
         if self.kv_cache_dtype != "auto":
             features.append(f"keys and values in {self.kv_cache_dtype}")
         self.inactive = off
-        line = f"vLLM {vllm.__version__} ({kernels}): {', '.join(features) or 'no optional feature'}"
-        return line + "".join(f"; without {name}: {reason}" for name, reason in off.items())
+        missing = "".join(f"; without {name}: {reason}" for name, reason in off.items())
+        return f"vLLM {vllm.__version__} ({kernels}): {', '.join(features) or 'no optional feature'}{missing}"
 
     def _start(self, spec: EngineSpec, base: Path, backend: str | None, length: int, kv_gib: float | None) -> Any:
         from vllm import LLM
@@ -276,8 +278,9 @@ class VLLMEngine(RolloutEngine):
         family = family_of(config["model_type"])
         check_reads(base_format, self._missing)
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
+        sequences = sequences_with_states(base, self.max_num_seqs, kv_gib, self.cache_dtype(spec.dtype))
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
-            register_architecture(config)
+            register_architecture(config, spec.device)
             return LLM(
                 model=str(base),
                 dtype=str(spec.dtype).removeprefix("torch."),
@@ -286,13 +289,13 @@ class VLLMEngine(RolloutEngine):
                 distributed_executor_backend="external_launcher" if spec.ranks > 1 else None,
                 # By name: vLLM would prefer a second layout of the weights, which Mistral's repositories have.
                 config_format="hf",
-                **{"load_format": _LOAD_FORMATS[self.load_format], **load_options(base_format)},
+                **load_options(base_format, self.load_format),
                 skip_tokenizer_init=not self._has_tokenizer,
                 generation_config="vllm",
                 logprobs_mode="processed_logprobs",
                 hf_overrides=position_overrides(config),
                 max_model_len=length,
-                max_num_seqs=self.max_num_seqs,
+                max_num_seqs=sequences,
                 max_num_batched_tokens=self.max_num_batched_tokens
                 or (None if self._on_gpu else max(length, CPU_BATCH)),
                 # A seeded request whose prompt is split over two passes fails on a CPU.
@@ -309,8 +312,8 @@ class VLLMEngine(RolloutEngine):
                 linear_backend=backend or "auto",
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=experts or "auto",
-                additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens),
-                compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(self.max_num_seqs)
+                additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens, self.adapter),
+                compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(sequences)
                 if self._on_gpu
                 else None,
             )
@@ -328,7 +331,7 @@ class VLLMEngine(RolloutEngine):
         assert self._spec is not None, "launch comes first"
         if not self.share_weights:
             return None, "share_weights is off"
-        if reason := linear_methods.why_not_shared([*self.kernels, *self._expert_kernels], self._spec.dtype):
+        if reason := linear_methods.why_not_shared([*self.kernels, *self._expert_kernels], self._spec):
             return None, reason
         shared: SharedWeights | None = self._call("qerl_shared_weights")
         return shared, None if shared else "a weight is padded, or shares one of Marlin's tiles with another"
@@ -351,6 +354,7 @@ class VLLMEngine(RolloutEngine):
         noise_std = self._call("qerl_write_tensors", weights.tensors, weights.noise)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
+        self._stale = True
         return SyncReport(version=weights.version, noise_std=noise_std)
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
@@ -373,6 +377,9 @@ class VLLMEngine(RolloutEngine):
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
         self.wake()
+        if self._stale:
+            self._call("qerl_merge")
+            self._stale = False
         engine, running = self._llm.llm_engine, dict[str, int]()
         number = itertools.count()
         try:
@@ -403,10 +410,10 @@ class VLLMEngine(RolloutEngine):
         return nullcontext() if self._on_gpu else torch.compiler.set_stance("force_eager")
 
     def sleep(self) -> None:
-        """Release the key/value cache's memory. Weights, norms and adapter stay. On a CPU nothing happens."""
+        """Release the memory of the key/value cache and of merged copies; the rest stays. On a CPU nothing happens."""
         if self._sleeps and not self._asleep:
             self._llm.sleep(level=1)
-            self._asleep = True
+            self._asleep = self._stale = True
 
     def wake(self) -> None:
         """Allocate the cache's memory again; a no-op when awake.
@@ -423,7 +430,7 @@ class VLLMEngine(RolloutEngine):
         held: dict[str, float] = self._call("qerl_memory_gib")
         if not self._on_gpu:
             del held["weights"]
-        releasable = held["kv_cache"] if self._sleeps else 0.0
+        releasable = held["kv_cache"] + held["merged"] if self._sleeps else 0.0
         return held | {"releasable": releasable, "released": releasable if self._asleep else 0.0}
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from qerl_kernels import (
+    DenseWeight,
     FrozenWeight,
     MarlinRows,
     MarlinTensor,
@@ -22,6 +23,7 @@ from qerl_kernels import (
 from qerl_kernels.marlin import TILE
 from torch import Tensor
 
+from qerl_pl.engines.base import EngineSpec
 from qerl_pl.engines.vllm import compat, weight_map
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
@@ -101,12 +103,14 @@ NEVER = torch.iinfo(torch.int32).max
 
 _KERNEL = re.compile("marlin(nv|mx)fp4", re.IGNORECASE)
 _EXPERTS_KERNEL = "MarlinExperts"
+DENSE_METHOD = "UnquantizedLinearMethod"
+"""vLLM's class of linears in 16 bits."""
 
 
 def kernel_name(linear: Any) -> str:
     """Class name of the kernel that multiplies by a vLLM linear, or of its method where that has none."""
     method = linear.quant_method
-    while isinstance(method, LoraMethod | FP4Method | weight_map.PlainMethod):
+    while hasattr(method, "base"):  # one of this package's
         method = method.base
     return type(getattr(getattr(linear, "scheme", None), "kernel", method)).__name__
 
@@ -135,13 +139,16 @@ def shared_rows(linear: Any, slices: Sequence[FusedSlice]) -> Mapping[str, Froze
         slices: All its slices.
 
     Returns:
-        Empty where it has no 4-bit weight; None where its weight cannot be shared: it is padded, in another layout, or
-        one of Marlin's tiles has rows of two slices.
+        None where its weight cannot be shared: it is padded, in another layout, or one of Marlin's tiles has rows of
+        two slices.
     """
     if weight_map.is_nf4(linear):
         return weight_map.shared_rows(linear, slices)
     if getattr(linear, "weight_scale", None) is None:
-        return {}
+        held, shape = linear.weight.data, (linear.output_size_per_partition, linear.input_size_per_partition)
+        if held.shape != shape or not held.is_floating_point():
+            return None
+        return {name: DenseWeight(held[start:stop]) for name, start, stop in slices}
     weight = marlin_tensor(linear)
     if weight is None or any(start % TILE or stop % TILE for _, start, stop in slices):
         return None
@@ -170,19 +177,23 @@ def check_marlin_shapes(linears: dict[str, tuple[int, int]]) -> None:
             )
 
 
-def why_not_shared(kernels: Sequence[str], dtype: torch.dtype) -> str | None:
+def why_not_shared(kernels: Sequence[str], spec: EngineSpec) -> str | None:
     """Why vLLM can share neither its linears' weights nor its experts'; None where it can.
 
     Args:
         kernels: Class names of the kernels of linears and experts.
-        dtype: Of activations.
+        spec: Of the engine.
     """
-    if weight_map.METHOD in kernels:
+    if spec.device.type == "cpu":
+        return "vLLM's CPU build repacks them"
+    if spec.full_finetuning:
+        return "full fine-tuning trains its own"
+    if weight_map.METHOD in kernels or {*kernels} == {DENSE_METHOD}:
         return None
     if not any(_KERNEL.match(kernel) or kernel == _EXPERTS_KERNEL for kernel in kernels):
         return f"only Marlin's layout can be shared, and vLLM's kernels are {', '.join(kernels)}"
-    if dtype != torch.bfloat16:
-        return f"vLLM scales weights otherwise for {dtype} than for bfloat16"
+    if spec.dtype != torch.bfloat16:
+        return f"vLLM scales weights otherwise for {spec.dtype} than for bfloat16"
     return None
 
 
@@ -201,11 +212,14 @@ def fp4_linear(
     starts: Sequence[int],
     decode_gemm_max_tokens: int,
     dense_above: int,
+    merged: Tensor | None = None,
+    merged_above: int = 0,
 ) -> Tensor:
     """x [tokens, K] W^T + bias + (x a^T) b^T -> [tokens, N], by the decode GEMM up to `decode_gemm_max_tokens` tokens.
 
-    Above `dense_above` tokens by the dense weight, between them by Marlin. An operator, for the choice depends on the
-    number of tokens, which vLLM's compiled graphs leave open.
+    Above `dense_above` tokens by the dense weight, between them by Marlin; above `merged_above` tokens by the merged
+    copy, which comes before the others. An operator, for the choice depends on the number of tokens, which vLLM's
+    compiled graphs leave open.
 
     Args:
         x: bfloat16.
@@ -222,7 +236,11 @@ def fp4_linear(
         starts: First row of each slice with an adapter; empty without one.
         decode_gemm_max_tokens: Tokens; 0 for none.
         dense_above: Tokens, or NEVER.
+        merged: Weight with the adapter in it [N, K]; None for none.
+        merged_above: Tokens.
     """
+    if merged is not None and len(x) > merged_above:
+        return torch.nn.functional.linear(x, merged, bias)
     held = MarlinTensor(weight, scale, global_scale)
     if len(x) <= decode_gemm_max_tokens:
         return decode_gemm_linear(x, held, bias, a=a, b=b, starts=starts or (0,))
@@ -249,6 +267,7 @@ class FP4Method:
         self.starts: tuple[int, ...] = ()
         self.decode_gemm_max_tokens = 0
         self.dense_above = dense_above
+        self.merged_above = NEVER
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [tokens, in] -> [tokens, out]; `bias` is the layer's own, in Marlin's order, or None."""
@@ -256,8 +275,9 @@ class FP4Method:
         plain = None if bias is None else layer.qerl_bias
         a, b = (layer.qerl_a, layer.qerl_b) if self.starts else (None, None)
         limits = (list(self.starts), self.decode_gemm_max_tokens, self.dense_above)
+        merged = (getattr(layer, "qerl_merged", None), self.merged_above)
         locks = getattr(layer, "workspace", None)
-        y: Tensor = fp4_linear(x, *weight, locks, bias, plain, layer.qerl_alpha, a, b, *limits)
+        y: Tensor = fp4_linear(x, *weight, locks, bias, plain, layer.qerl_alpha, a, b, *limits, *merged)
         return y
 
 

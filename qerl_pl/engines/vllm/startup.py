@@ -3,9 +3,11 @@
 import gc
 import importlib.util
 import os
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +20,12 @@ from qerl_pl.formats.base_format import DENSE, BaseFormat
 from qerl_pl.formats.fp4 import MXFP4StacksFormat, PackedFormat
 from qerl_pl.formats.nf4 import NF4Format
 from qerl_pl.models.families import find_family
-from qerl_pl.models.folder import longest_sequence
+from qerl_pl.models.folder import load_config, longest_sequence
+from qerl_pl.models.memory import GIB
+from qerl_pl.models.shape import Shape
 
+REPEATABLE = {"deterministic": True, "combo_kernels": False, "benchmark_combo_kernel": False}
+"""Settings of PyTorch's compiler: reductions are chosen by rule, not by timing, which differs between runs."""
 DEFAULT_GRAPH_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures unasked on Hopper GPUs."""
 
@@ -58,14 +64,15 @@ def import_vllm() -> None:
     importlib.import_module("vllm")
 
 
-def register_architecture(config: Mapping[str, Any]) -> None:
-    """Register vLLM's class of a model by the class itself.
+def register_architecture(config: Mapping[str, Any], device: torch.device) -> None:
+    """Register vLLM's class of a model by the class itself, and on a GPU pin the tiles of its gated delta nets.
 
     Otherwise vLLM starts a second Python process, which imports vLLM and the class to learn what it supports: ten
     seconds, unless its cache on disk has the answer.
 
     Args:
         config: Of the model's config.json. An architecture that vLLM does not know is left for it to refuse.
+        device: Where the model runs.
 
     Raises:
         UserError: vLLM does not know one with gated delta nets, which it would run by transformers' layers.
@@ -74,21 +81,55 @@ def register_architecture(config: Mapping[str, Any]) -> None:
     from vllm import ModelRegistry
 
     names, family = config.get("architectures") or (), find_family(config.get("model_type"))
-    if family is not None and family.delta_net is not None and not set(names) & set(ModelRegistry.models):
-        raise UserError(
-            f"vLLM must have a class of the text model; {vllm.__version__} has none of {', '.join(names)}: install "
-            "vllm 0.30, or use TransformersEngine"
-        )
+    has_delta_nets = family is not None and family.delta_net is not None
+    if has_delta_nets and not set(names) & set(ModelRegistry.models):
+        if names != ["Qwen3_5ForCausalLM"] or importlib.util.find_spec(f"{_MODELS}.qwen3_5") is None:
+            raise UserError(
+                f"vLLM must have a class of the text model; {vllm.__version__} has none of {', '.join(names)}: install "
+                "vllm 0.25.1 or 0.30, or use TransformersEngine"
+            )
+        ModelRegistry.register_model(names[0], text_model())
     for name in names:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    if has_delta_nets and device.type == "cuda":
+        _pin_delta_net_tiles()
 
 
-def position_overrides(config: Mapping[str, Any]) -> dict[str, int]:
-    """Keys of config.json that vLLM must read otherwise to run a model with YaRN up to its longest sequence.
+_MODELS = "vllm.model_executor.models"
 
-    Qwen's model cards add `rope_scaling` and leave `max_position_embeddings` as it was. vLLM 0.30 expects that this key
-    counts YaRN's factor, and refuses longer sequences; 0.25 multiplies by itself. Frequencies do not depend on it.
+
+def text_model() -> type:
+    """Qwen3.5's text model for the registry of vLLM 0.25, which has it inside the multimodal model alone.
+
+    It computes the same, but does not say that its layers have states: the multimodal class does.
+    """
+    from vllm.model_executor.models.interfaces import IsHybrid
+
+    module = importlib.import_module(f"{_MODELS}.qwen3_5")
+    text, multimodal = module.Qwen3_5ForCausalLM, module.Qwen3_5ForConditionalGeneration
+    parts = ("state_dtype_from_config", "state_shape_from_config", "state_copy_func")
+    states = {f"get_mamba_{part}": vars(multimodal)[f"get_mamba_{part}"] for part in parts}
+    return type(text.__name__, (text, IsHybrid), {"__module__": __name__, **states})
+
+
+def _pin_delta_net_tiles() -> None:
+    """Have a resumed run sample the same tokens: see `qerl_kernels.triton_launch.pin_tiles`."""
+    from qerl_kernels.triton_launch import pin_tiles
+
+    package = "vllm.model_executor.layers.fla"  # in 0.25
+    if importlib.util.find_spec(package) is None:
+        package = "vllm.third_party.flash_linear_attention"
+    kernels = importlib.import_module(f"{package}.ops")
+    pin_tiles(module.name for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."))
+
+
+def position_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of config.json that vLLM must read otherwise, about positions.
+
+    Qwen's model cards add `rope_scaling` for YaRN and leave `max_position_embeddings` as it was. vLLM 0.30 expects that
+    this key counts YaRN's factor, and refuses longer sequences; 0.25 multiplies by itself. Frequencies do not depend on
+    it. Positions of three axes ("mrope") are one in text, and vLLM 0.25 has no others for a text model.
 
     Args:
         config: Of the model's config.json.
@@ -96,7 +137,24 @@ def position_overrides(config: Mapping[str, Any]) -> dict[str, int]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     longest = longest_sequence(config)
     yarn = rope.get("rope_type", rope.get("type")) == "yarn"
-    return {"max_position_embeddings": longest} if yarn and longest is not None else {}
+    one_axis = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
+    overrides: dict[str, Any] = {"rope_parameters": one_axis} if len(one_axis) < len(rope) else {}
+    return overrides | ({"max_position_embeddings": longest} if yarn and longest is not None else {})
+
+
+def sequences_with_states(base: Path, most: int, kv_cache_gib: float | None, dtype: torch.dtype) -> int:
+    """Sequences that vLLM may decode at once: its CUDA graphs want room in the cache for the states of each.
+
+    Args:
+        base: The model's folder.
+        most: As asked for, which a model without gated delta nets gets.
+        kv_cache_gib: Of the cache; None where vLLM sizes it.
+        dtype: Of keys and values.
+    """
+    shape = Shape.of(load_config(base))
+    if shape.delta is None or kv_cache_gib is None:
+        return most
+    return min(most, int(kv_cache_gib * GIB) // shape.sequence_kv_bytes(1, dtype))
 
 
 def end_groups_without_experts() -> None:
@@ -193,10 +251,10 @@ def runs(base_format: BaseFormat, device: torch.device) -> bool:
     return base_format is DENSE or (device.type == "cuda" and base_format in FORMATS)
 
 
-def load_options(base_format: BaseFormat) -> dict[str, str]:
-    """Arguments of `vllm.LLM` that a format needs besides the folder."""
+def load_options(base_format: BaseFormat, load_format: str = "auto") -> dict[str, str]:
+    """Arguments of `vllm.LLM` that say how to read a format; `load_format` is a `VLLMEngine`'s."""
     if not isinstance(base_format, NF4Format):
-        return {}
+        return {"load_format": "safetensors" if load_format == "auto" else load_format}
     return {"quantization": compat.BITSANDBYTES, "load_format": compat.BITSANDBYTES}
 
 

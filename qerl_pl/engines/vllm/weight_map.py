@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from qerl_pl.engines.base import check_tensor
 from qerl_pl.errors import UserError
 from qerl_pl.formats.nf4 import NF4_BLOCK, NF4Weight
 from qerl_pl.models.families import Family, family_of
+from qerl_pl.models.folder import TensorFiles
 
 FusedSlice = tuple[str, int, int]
 """A linear of the base model in one of vLLM's: its name, rows [start, stop)."""
@@ -133,6 +135,19 @@ def make_writable(modules: Iterable[Any], dtype: torch.dtype) -> None:
             shape = module.output_size_per_partition, module.input_size_per_partition
             module.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
         module.quant_method = PlainMethod(module.quant_method)
+
+
+def fill(linears: Iterable[tuple[Any, Sequence[FusedSlice]]], folder: Path) -> None:
+    """Read the weights of linears after `make_writable` from the checkpoint that vLLM has loaded.
+
+    Args:
+        linears: vLLM's, each with all its slices.
+        folder: Dense checkpoint.
+    """
+    tensors = TensorFiles(folder)
+    for linear, slices in linears:
+        for name, start, stop in slices:
+            linear.weight.data[start:stop] = tensors.read(f"{name}.weight")
 
 
 def round_sinks(modules: Iterable[Any]) -> None:

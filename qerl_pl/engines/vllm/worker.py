@@ -3,22 +3,24 @@
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from qerl_kernels import FrozenWeight
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import EngineSpec, SharedWeights
-from qerl_pl.engines.vllm import fused_experts, linear_methods, weight_map
+from qerl_pl.engines.vllm import fused_experts, linear_methods, merged, weight_map
 from qerl_pl.engines.vllm.sampler import attach_sampler
 from qerl_pl.engines.vllm.startup import end_groups_without_experts
 from qerl_pl.engines.vllm.weight_map import FusedSlice
 from qerl_pl.errors import UserError
 from qerl_pl.models.families import family_of, noisy_norm_names
-from qerl_pl.models.memory import held_gib
+from qerl_pl.models.memory import GIB, held_gib
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -65,7 +67,9 @@ def worker_class(device: torch.device, ranks: int = 1) -> str:
     )
 
 
-def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tokens: int | None) -> dict[str, Any]:
+def engine_config(
+    spec: EngineSpec, dense_above: int | None, decode_gemm_max_tokens: int | None, adapter: merged.AdapterMode
+) -> dict[str, Any]:
     """vLLM's `additional_config` for `PolicyWorker`.
 
     It is part of the key of vLLM's cache of compiled graphs, so that no graph of other norms, GEMMs or adapters runs.
@@ -76,6 +80,7 @@ def engine_config(spec: EngineSpec, dense_above: int | None, decode_gemm_max_tok
             "norms": "float32",
             "dense_above": dense_above,
             "decode_gemm_max_tokens": decode_gemm_max_tokens,
+            "merged_above": merged.merged_above(adapter) if spec.lora_rank else None,
             "rank": spec.lora_rank,
             "targets": sorted(spec.lora_targets),
             "full_finetuning": spec.full_finetuning,
@@ -92,10 +97,13 @@ class WorkerReport:
     experts: list[str]
     """The same of its experts; empty where it has none."""
     linears: int
+    """Those in 4 bits, or all where none is."""
     decode_gemm: int
     """Linears with the decode GEMM."""
     adapted: list[str]
     """Linears of the base model with an adapter."""
+    merged: int
+    """Linears of the base model with a merged copy."""
     noisy_norms: list[str]
     sampler: str | None
     """Why vLLM's own sampler draws the tokens; None where the Triton sampler does."""
@@ -143,9 +151,18 @@ class PolicyWorker(Worker):
             norm.weight = nn.Parameter(norm.weight.data.float(), requires_grad=False)
         self._qerl_clean = {name: self._qerl_norms[name].weight.data.clone() for name in self._qerl_noisy}
         config, dtype = self.vllm_config.additional_config[CONFIG_KEY], self.vllm_config.model_config.dtype
-        self._qerl_attached = linear_methods.attach_all(self._linears(), config, dtype)
+        above = config["merged_above"]
+        linears = self._linears()
         if config["full_finetuning"]:
             weight_map.make_writable(modules.values(), dtype)
+        elif above is not None and self.device.type == "cpu":
+            weight_map.make_writable((linear for linear, _ in linears.values()), dtype)
+            weight_map.fill(linears.values(), Path(self.vllm_config.model_config.model))
+        self._qerl_attached = linear_methods.attach_all(linears, config, dtype)
+        self._qerl_merged: list[merged.MergedRows] = []
+        if above is not None:
+            pool = super()._maybe_get_memory_pool_context("merged")
+            self._qerl_merged = merged.attach_merged(linears, self._qerl_attached.lora, above, dtype, pool)
 
     def compile_or_warm_up_model(self) -> Any:
         """Compile, and capture CUDA graphs, with the Triton sampler where it serves."""
@@ -167,7 +184,7 @@ class PolicyWorker(Worker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
         # `sleep` unmaps what is allocated in the pool. Weights, norms and adapter stay outside: the trainer may share
-        # them, and no adapter has to be restored on waking.
+        # them, and no adapter has to be restored on waking. Merged copies are in a pool of their own.
         if tag != "kv_cache":
             return nullcontext()
         context: AbstractContextManager[None] = super()._maybe_get_memory_pool_context(tag)
@@ -176,12 +193,14 @@ class PolicyWorker(Worker):
     def qerl_report(self) -> WorkerReport:
         """What the worker has loaded."""
         linears = [linear for linear, _ in self._linears().values()]
+        quantized = [linear for linear in linears if getattr(linear, "weight_scale", None) is not None]
         return WorkerReport(
             kernels=sorted({linear_methods.kernel_name(linear) for linear in linears}),
             experts=fused_experts.kernel_names(self.get_model()),
-            linears=len(linears),
+            linears=len(quantized or linears),
             decode_gemm=self._qerl_attached.decode_gemm,
             adapted=list(self._qerl_attached.lora),
+            merged=len(self._qerl_merged),
             noisy_norms=list(self._qerl_noisy),
             sampler=self._qerl_sampler,
         )
@@ -203,14 +222,18 @@ class PolicyWorker(Worker):
         return None if experts is None else SharedWeights(shared, weight_map.vocabulary(self.get_model()), experts)
 
     def qerl_memory_gib(self) -> dict[str, float]:
-        """GiB of the model, of its adapter and of the key/value cache, mapped or not."""
+        """GiB of the model, of its adapter, of merged copies and of the key/value cache, mapped or not."""
         model = self.get_model()
         tensors = dict((*model.named_parameters(), *model.named_buffers()))
         adapter = {name for name in tensors if name.endswith(("qerl_a", "qerl_b"))}
+        copies = {name for name in tensors if name.endswith("qerl_merged")}
+        # Several layers are parts of one storage; a gated delta net has two.
+        caches = [tensor.untyped_storage() for tensor in tree_leaves(self.model_runner.kv_caches)]
         return {
-            "weights": held_gib(tensor for name, tensor in tensors.items() if name not in adapter),
+            "weights": held_gib(tensor for name, tensor in tensors.items() if name not in adapter | copies),
             "adapter": held_gib(tensors[name] for name in adapter),
-            "kv_cache": held_gib(self.model_runner.kv_caches),
+            "merged": held_gib(tensors[name] for name in copies),
+            "kv_cache": sum({storage.data_ptr(): storage.nbytes() for storage in caches}.values()) / GIB,
         }
 
     @torch.inference_mode()
@@ -223,6 +246,10 @@ class PolicyWorker(Worker):
             else:
                 a.zero_()
                 b.zero_()
+
+    def qerl_merge(self) -> None:
+        """Write the merged copies, whose memory is fresh after each sleep."""
+        merged.merge(self._qerl_merged)
 
     @torch.inference_mode()
     def qerl_write_tensors(self, tensors: Mapping[str, Tensor], noise: NormNoise | None) -> float:
