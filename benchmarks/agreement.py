@@ -1,14 +1,19 @@
 """Log-probabilities of trainer and engine on trained weights: adapter on and off, and with noise in the engine.
 
-    python benchmarks/agreement.py --out results                              # a GPU with vLLM: Marlin, lent weights
+    python benchmarks/agreement.py --out results                        # a GPU with vLLM: Marlin, shared weights
+    python benchmarks/agreement.py --adapter fused merged --out results
+    python benchmarks/agreement.py --adapter fused merged --path MODEL --start RUN/adapter --data TABLE --out results
     python benchmarks/agreement.py --engine transformers --device cpu --out results
 
-The policy is the toy policy at a width that Marlin takes (trained on first use, on the CPU, in a minute or two), its
-adapter moved away from zero. The engine samples at temperature 1; the trainer then computes the same tokens.
+The policy is the toy policy at a width that Marlin takes (trained on first use, on the CPU, in a minute or two) with
+the random adapter of the parity check, or `--path` with an adapter that a run has trained. The engine samples at
+temperature 1; the trainer then computes the same tokens. ESS is that of the tokens' importance weights, over their
+number.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from transformers import AutoTokenizer
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.chat.template import render_prompts
+from qerl_pl.datamodules import TableConfig
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.lora import PROJECTIONS
@@ -31,23 +37,14 @@ from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 SIGMA = 1e-2
 
 
-def prompts_of(base: Path, count: int) -> list[Prompt]:
-    """The first held-out problems, as the trainer would render them."""
-    problems = [ArithmeticTask().problem(index, "validation") for index in range(count)]
-    ids = render_prompts(AutoTokenizer.from_pretrained(base), [problem.question for problem in problems])
-    return [
-        Prompt(f"validation-{index}", tuple(tokens), problem.question, str(problem.answer))
-        for index, (problem, tokens) in enumerate(zip(problems, ids, strict=True))
-    ]
-
-
-def move_adapter(policy: Policy, size: float) -> None:
-    """Add noise to all that is trained, so that an adapter that is lost shows."""
-    generator = torch.Generator().manual_seed(7)
-    state = policy.trained_state()
-    policy.load_trained_state(
-        {name: t + size * torch.randn(t.shape, generator=generator).to(t.device) for name, t in state.items()}
-    )
+def prompts_of(base: Path, count: int, data: str | None) -> list[Prompt]:
+    """The first problems of a table, or held-out ones of the toy task, as the trainer would render them."""
+    if data is None:
+        questions = [ArithmeticTask().problem(index, "validation").question for index in range(count)]
+    else:
+        questions = [row.question for row in TableConfig(data, limit=count).rows("table")]
+    ids = render_prompts(AutoTokenizer.from_pretrained(base), questions)
+    return [Prompt(str(index), tuple(tokens), "", "") for index, tokens in enumerate(ids)]
 
 
 @torch.no_grad()
@@ -61,29 +58,30 @@ def logprobs_of(
     return own[mask], sampled[mask]
 
 
-def compare(engine: RolloutEngine, policy: Policy, prompts: Sequence[Prompt], tokens: int) -> list[dict[str, Any]]:
-    """Absolute differences in nats a token: adapter on, adapter off, and on with noise in the engine only."""
+def compare(engine: RolloutEngine, policy: Policy, prompts: Sequence[Prompt], tokens: int) -> Iterator[dict[str, Any]]:
+    """Absolute differences in nats a token: adapter on, off unless it is where training started, and on with noise in
+    the engine only."""
     requests = [RolloutRequest(prompt.token_ids, (index,)) for index, prompt in enumerate(prompts)]
-    rows = []
-    for adapter, noise in ((True, None), (False, None), (True, NormNoise(SIGMA, seed=0, version=0))):
+    off = [] if policy.config.start else [(False, None)]
+    for adapter, noise in ((True, None), *off, (True, NormNoise(SIGMA, seed=0, version=0))):
         synced = engine.sync(policy.weights(0, noise, reference=not adapter))
         completions = engine.generate(requests, SamplingConfig(max_tokens=tokens))
         own, sampled = logprobs_of(policy, prompts, completions, adapter)
         other, _ = logprobs_of(policy, prompts, completions, not adapter)
         difference, effect = (own - sampled).abs(), (own - other).abs()
-        rows.append(
-            {
-                "adapter": "on" if adapter else "off",
-                "sigma": noise.sigma if noise else 0.0,
-                "sigma_measured": synced.noise_std,
-                "tokens": len(own),
-                "mean": difference.mean().item(),
-                "max": difference.max().item(),
-                "adapter_effect": effect.mean().item(),
-                "logprob_mean": own.mean().item(),
-            }
-        )
-    return rows
+        weights = (own - sampled).double().exp()
+        yield {
+            "adapter": "on" if adapter else "off",
+            "sigma": noise.sigma if noise else 0.0,
+            "sigma_measured": synced.noise_std,
+            "tokens": len(own),
+            "mean": difference.mean().item(),
+            "p99": difference.quantile(0.99).item(),
+            "max": difference.max().item(),
+            "ess": (weights.sum() ** 2 / (len(own) * weights.square().sum())).item(),
+            "adapter_effect": effect.mean().item(),
+            "logprob_mean": own.mean().item(),
+        }
 
 
 def main() -> None:
@@ -93,7 +91,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48, help="most new tokens of a completion")
     parser.add_argument("--steps", type=int, default=300, help="of the toy policy's training")
-    parser.add_argument("--move", type=float, default=0.05, help="standard deviation added to the adapter's matrices")
+    parser.add_argument("--strength", type=float, default=1.0, help="of the parity check's random adapter")
+    parser.add_argument("--adapter", nargs="+", default=[""], help="of VLLMEngine, one after the other")
+    parser.add_argument("--path", help="model in place of the toy policy")
+    parser.add_argument("--quantization", default="nvfp4")
+    parser.add_argument("--start", help="folder of a trained adapter, in place of a random one")
+    parser.add_argument("--data", help="table of prompts in place of the toy task")
     parser.add_argument("--graphs", action="store_true", help="compile, and capture CUDA graphs")
     parser.add_argument(
         "--dense-above", type=int, default=512, help="see VLLMEngine; 1 leaves only single tokens to Marlin"
@@ -104,35 +107,47 @@ def main() -> None:
     if device.type == "cuda":
         select_backend("triton")
     toy = ToyConfig(width=256, intermediate=512, heads=4, steps=args.steps)
-    lora = LoraConfig(rank=32, alpha=32.0, targets=PROJECTIONS)
-    config = PolicyConfig(toy=toy, lora=lora)
-    base = config.base_folder()
-    prompts = prompts_of(base, args.prompts)
+    lora = LoraConfig() if args.start else LoraConfig(rank=32, alpha=32.0, targets=PROJECTIONS)
+    config = PolicyConfig(path=args.path, toy=toy, lora=lora, quantization=args.quantization, adapter=args.start)
+    base, lora_spec = config.base_folder(), config.lora_spec
+    assert lora_spec is not None
+    prompts = prompts_of(base, args.prompts, args.data)
     longest = max(len(prompt.token_ids) for prompt in prompts) + args.tokens
-    spec = EngineSpec(base, config.torch_dtype, device, 32, PROJECTIONS, longest)
-    engine: RolloutEngine = TransformersEngine()
-    if args.engine == "vllm":
-        engine = VLLMEngine(enforce_eager=not args.graphs, dense_above=args.dense_above)
-    engine.launch(spec)
-    shared = engine.shared_weights()
-    policy = Policy(base, config, device, seed=0, shared=shared).eval()
-    move_adapter(policy, args.move)
-    rows = compare(engine, policy, prompts, args.tokens)
-    borrowed = 0 if shared is None else len(shared.linears)
-    engine.close()
-    headers = ["adapter", "sigma", "measured", "tokens", "mean abs difference", "max", "adapter's effect, mean"]
+    spec = EngineSpec(base, config.torch_dtype, device, lora_spec.rank, lora_spec.targets, longest)
+    rows: list[dict[str, Any]] = []
+    for way in args.adapter:
+        engine: RolloutEngine = TransformersEngine()
+        if args.engine == "vllm":
+            given = {"adapter": way} if way else {}
+            engine = VLLMEngine(enforce_eager=not args.graphs, dense_above=args.dense_above, **given)
+        engine.launch(spec)
+        shared = engine.shared_weights()
+        policy = Policy(base, config, device, seed=0, shared=shared).eval()
+        with nullcontext() if args.start else policy.perturbed(0, args.strength):
+            for row in compare(engine, policy, prompts, args.tokens):
+                borrowed = 0 if shared is None else len(shared.linears)
+                rows.append({"way": way or "default", "borrowed": borrowed} | row)
+                write(args, rows, shown=False)
+        del policy, shared
+        engine.close()
+    write(args, rows, shown=True)
+
+
+def write(args: argparse.Namespace, rows: list[dict[str, Any]], shown: bool) -> None:
+    """Write what has been measured so far."""
+    headers = ["engine's adapter", "linears shared", "adapter", "sigma", "measured", "tokens"]
+    headers += ["mean abs difference", "p99", "max", "adapter's effect, mean", "1 - ESS"]
     cells = [
-        [row["adapter"], row["sigma"], f"{row['sigma_measured']:.3e}", row["tokens"]]
-        + [f"{row[name]:.2e}" for name in ("mean", "max", "adapter_effect")]
+        [row[name] for name in ("way", "borrowed", "adapter", "sigma")]
+        + [f"{row['sigma_measured']:.3e}", row["tokens"]]
+        + [f"{row[name]:.2e}" for name in ("mean", "p99", "max", "adapter_effect")]
+        + [f"{1 - row['ess']:.2e}"]
         for row in rows
     ]
     how = f", {'with' if args.graphs else 'without'} CUDA graphs, dense above {args.dense_above} tokens"
-    about = f"{args.engine} on {args.device}{how}, bfloat16; {borrowed} linears borrowed; nats a token"
-    table = f"{report.markdown(headers, cells)}\n\n{about}"
-    name = f"agreement_{args.engine}_{args.device}" + (
-        f"_dense_above_{args.dense_above}" if args.dense_above != 512 else ""
-    )
-    report.write(args.out, name, table, {"borrowed": borrowed, "rows": rows})
+    policy = f"{args.path or 'toy policy'}, {args.quantization}, {args.start or f'random adapter {args.strength:g}'}"
+    table = f"{report.markdown(headers, cells)}\n\n{policy}; {args.engine} on {args.device}{how}; nats a token"
+    report.write(args.out, f"agreement_{args.engine}_{args.device}_{args.quantization}", table, rows, shown=shown)
 
 
 if __name__ == "__main__":

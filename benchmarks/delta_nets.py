@@ -17,6 +17,7 @@ own: the table is joined from what the parts have written, so a part that fails 
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -29,10 +30,8 @@ from unittest.mock import patch
 
 import random_model
 import report
-import rl_step
 import torch
 import update_speed
-from agreement import move_adapter
 from qerl_kernels import flash_linear_attention, select_backend
 from torch import Tensor
 
@@ -59,21 +58,20 @@ def base_of(shape: str, args: argparse.Namespace) -> Path:
 
 def step(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     """One step of RL at 27B, whose start is in it, or the second of two at 9B."""
-    prompts, group, tokens, kv_gib = (16, 8, 1024, args.kv_gib) if shape == "qwen3.5-27b" else (1, 8, 1024, 1.0)
-    steps, held = 1 if shape == "qwen3.5-27b" else 2, rl_step.MemoryTable.of_this_run()
+    began, size, warmup = time.perf_counter(), "1x8x1024", 0
+    if shape == "qwen3.5-27b":
+        size, warmup = "16x8x1024", -1  # `step_against.py` leaves one more out
+    own = ["--kv-gib", str(args.kv_gib if warmup else 1.0), "--checkpointing", "true", "--sequences", "7"]
     if args.tiny:
-        prompts, group, tokens = 2, 2, 8
-    options = {"kv_gib": kv_gib, "group": group, "copies": 1, "eager": False, "tokens": tokens, "precision": "nvfp4"}
-    options |= {"steps": steps, "micro_batch_tokens": 8704, "out": args.out / shape}
-    document = rl_step.settings(argparse.Namespace(**options), base_of(shape, args))
-    document["data"]["init_args"] |= {"train_size": steps * prompts, "batch_size": prompts}
-    engine = document["trainer"]["callbacks"][0]["init_args"]["engine"]
-    engine["init_args"]["max_num_seqs"] = prompts * group
-    if args.tiny:
-        engine |= {"class_path": "qerl_pl.engines.TransformersEngine", "init_args": {}}
-    result = rl_step.measure(document, held)
-    seconds = sum(result["median"].get(name, 0.0) for name in rl_step.PHASES)
-    return result | {"step_s": seconds, "completions": prompts * group, "tokens": tokens}
+        shape, size, own = "qwen3.5-tiny", "2x2x8", ["--device", "cpu", "--engine", "TransformersEngine"]
+    own += ["--shape", shape, "--sizes", size, "--steps", "1", f"--warmup={warmup}", "--limit", str(args.timeout)]
+    out = args.out / "delta_nets" / shape
+    script = Path(__file__).with_name("step_against.py")
+    folders = ["--folder", str(args.base), "--out", str(out)]
+    subprocess.run([sys.executable, str(script), "--parts", "ours-nvfp4", *own, *folders], check=True)
+    (found,) = json.loads((out / f"step_against_{shape}.json").read_text())["results"]["found"]
+    fla = importlib.util.find_spec("fla") is not None
+    return found | {"fla": fla, "seconds_in_all": time.perf_counter() - began}
 
 
 def update(shape: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def drift(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     engine.launch(spec)
     started = time.perf_counter() - began
     policy = Policy(base, settings, device, seed=0, shared=engine.shared_weights()).eval()
-    move_adapter(policy, args.move)
+    random_model.move_adapter(policy, args.move)
     engine.sync(policy.weights(0))
     drawn = torch.randint(10, 500, (count, 64), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [Prompt(str(index), tuple(row), "", "") for index, row in enumerate(drawn)]
@@ -144,7 +142,9 @@ def run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
     """One part's figures."""
     kind, _, size = part.partition("_")
     shape = {"27b": "qwen3.5-27b", "8b": "8b"}.get(size, "qwen3.5-9b")
-    run = {"step": step, "update": update, "drift": drift}[kind]
+    if kind == "step":
+        return step(shape, args)
+    run = {"update": update, "drift": drift}[kind]
     if args.device == "cuda":
         select_backend("triton")
     began = time.perf_counter()
@@ -159,17 +159,17 @@ def tables(found: dict[str, dict[str, Any]]) -> str:
     text = []
     steps = [
         [
-            *(part.removeprefix("step_"), f"{one['completions']} x {one['tokens']}", f"{one['step_s']:.1f}"),
-            *(f"{one['median'].get(name, 0):.1f}" for name in ("time/rollout_s", "time/update_s")),
-            " / ".join(f"{one['peak_gib'].get(phase, 0):.1f}" for phase in ("start", "rollout", "update")),
+            *(part.removeprefix("step_"), one["size"].replace("x", " x "), f"{one['seconds'][0]:.1f}"),
+            *(f"{one['phases'][0][name]:.1f}" for name in ("rollout", "update")),
+            " / ".join(f"{one['peak_gib'].get(phase, 0):.1f}" for phase in ("rollout", "update")),
             *("yes" if one["fla"] else "no", f"{one['seconds_in_all']:.0f}"),
         ]
         for part, one in found.items()
         if part.startswith("step")
     ]
     if steps:
-        headers = ["Qwen3.5", "completions x tokens", "s a step", "rollout s", "update s"]
-        headers += ["peak GiB start / rollout / update", "fla-core", "s of the part"]
+        headers = ["Qwen3.5", "prompts x completions x tokens", "s a step", "rollout s", "update s"]
+        headers += ["peak GiB rollout / update", "fla-core", "s of the part"]
         text.append(report.markdown(headers, steps))
     updates = {part: one for part, one in found.items() if part.startswith("update")}
     if updates:
@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--tiny", action="store_true", help="tiny shapes on the CPU, with TransformersEngine")
-    parser.add_argument("--without-fla", action="store_true", help="PyTorch's recurrence in all parts")
+    parser.add_argument("--without-fla", action="store_true", help="PyTorch's recurrence in updates and drift")
     parser.add_argument("--kv-gib", type=float, default=32.0, help="of states, keys and values at 27B")
     parser.add_argument("--sequences", type=int, default=8, help="of the drift")
     parser.add_argument("--move", type=float, default=0.01, help="standard deviation added to the adapter's matrices")

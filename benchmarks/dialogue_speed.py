@@ -21,13 +21,10 @@ from typing import Any
 import report
 import torch
 from engine_speed import RANK, TARGETS, random_policy, timed
-from random_model import SHAPES, write_model
+from random_model import SHAPES, cache_gib, config_of, write_model
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.base import RequestSource
-from qerl_pl.models.folder import load_config
-from qerl_pl.models.memory import GIB
-from qerl_pl.models.shape import Shape
 from qerl_pl.types import Completion, RolloutRequest, SamplingConfig
 
 GATE = ("tests/test_continued.py",)
@@ -114,7 +111,7 @@ def main() -> int:
         write_model(base, args.shape, device)
         longest = args.prompt + args.tokens + args.answer * max(args.turns)
         spec = EngineSpec(base, torch.bfloat16, device, RANK, TARGETS, longest)
-        room = 1.1 * args.dialogues * Shape.of(load_config(base)).sequence_kv_bytes(longest, torch.bfloat16) / GIB
+        room = cache_gib(config_of(args.shape), longest, args.dialogues)
         engine = VLLMEngine(kv_cache_gib=args.kv_gib or room, max_num_seqs=args.dialogues)
         engine.launch(spec)
         weights = random_policy(base, spec, None)

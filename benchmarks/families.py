@@ -28,7 +28,7 @@ from typing import Any
 import random_model
 import report
 import torch
-from agreement import SIGMA, move_adapter
+from agreement import SIGMA
 from family_models import MODELS, config_of, prompts_of, write_source
 from qerl_kernels import select_backend
 from torch import Tensor
@@ -211,7 +211,7 @@ def measure(name: str, base: Path, config: Mapping[str, Any], args: argparse.Nam
     started = time.perf_counter() - start
     shared = engine.shared_weights()
     policy = Policy(base, settings, device, seed=0, shared=shared).eval()
-    move_adapter(policy, args.move)
+    random_model.move_adapter(policy, args.move)
     exact = Policy(base, replace(settings, dtype="float32"), device, seed=0).eval()
     exact.load_trained_state(policy.trained_state())
     rows: dict[str, Any] = {}

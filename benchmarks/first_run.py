@@ -61,17 +61,17 @@ def shown(value: Any) -> str:
 
 def draw(rows: list[dict[str, Any]], picture: Path) -> None:
     """Mean reward of the last rollouts as a line, held-out greedy accuracy as points, a color for each run."""
-    figure, axes = plt.subplots(figsize=(7, 3.6), constrained_layout=True)
+    figure, axes = plt.subplots(figsize=(6, 3.2), constrained_layout=True)  # read at 390 pixels, too
     for index, one in enumerate(rows):
         values = [value for _, value in one["reward"]]
         means = [sum(values[max(0, i - WINDOW + 1) : i + 1]) / min(i + 1, WINDOW) for i in range(len(values))]
         axes.plot(range(1, len(means) + 1), means, color=f"C{index}", label=f"{one['run']}: training reward")
         steps, held_out = zip(*one["held_out"], strict=True)
         rollouts = [step + 1 for step in steps]
-        axes.plot(rollouts, held_out, "o", color=f"C{index}", label=f"{one['run']}: held-out accuracy, greedy")
-    axes.set(xlabel="rollout", ylabel="share of right answers", ylim=(0.4, 0.85))
+        axes.plot(rollouts, held_out, "o", color=f"C{index}", label=f"{one['run']}: held-out accuracy")
+    axes.set(xlabel="rollout", ylabel="share of right answers", ylim=(0.35, 0.85))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
     figure.savefig(picture, dpi=150)
 
 

@@ -1,26 +1,21 @@
 """A mixture of experts on one GPU: does the trainer compute what vLLM's fused experts do, and how fast are both?
 
     python benchmarks/mixture.py --out results  # eight layers of Qwen3-30B-A3B's shape, under two and a half minutes
-    python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --batches 4 --update 256 --out out
+    python benchmarks/mixture.py --shape tiny --device cpu --prompt 16 --tokens 16 --update 256 --out out
     python benchmarks/mixture.py --shape gpt-oss-20b --layers 4 --parts agreement update --out results
 
 Weights in NVFP4, of gpt-oss the experts alone in MXFP4 as published, an adapter on attention, bfloat16. Weights are
 random, and exaggerate rounding. "agreement" samples with the adapter on and off, and with
 noise; the trainer computes the same tokens with the same noise, choosing experts anew or those of the sampler (R3).
 Both are compared, too, with the trainer in float32 and with the sampler's experts. "update" is a forward and a backward
-pass over packed sequences of 512 tokens, and an AdamW step, by the engine's memory. "rollout" starts vLLM again with
-CUDA graphs and without recorded routing. `--parts rollout stock` compares with plain vLLM in BF16, with random weights
-and its own LoRA on attention, which needs a GPU. The key/value cache is what the largest of `--batches` needs. Each
-part writes what has been measured so far.
+pass over packed sequences of 512 tokens, and an AdamW step, by the engine's memory. Each part writes what has been
+measured so far. Rollouts are measured by `rollout_speed.py --shape 30b-a3b --layers 8`.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -32,11 +27,9 @@ import kernel_profile
 import random_model
 import report
 import torch
-from agreement import move_adapter
-from engine_speed import prompts_of, random_policy, timed, used_gib
+from engine_speed import prompts_of, timed, used_gib
 from qerl_kernels import ExpertBiases, mixture_of_experts, select_backend
 from qerl_kernels import experts as kernels
-from stock_engine import StockEngine
 from torch import Tensor
 from transformers import AutoConfig
 from update_speed import measure
@@ -54,38 +47,32 @@ from qerl_pl.policy.experts import PackedExperts
 from qerl_pl.rollout.collector import pad_completions, pad_routing
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
-PARTS = ("agreement", "update", "rollout", "stock")
+PARTS = ("agreement", "update")
 NOISE = NormNoise(1e-2, seed=0, version=0)
 KINDS = ((True, None), (False, None), (True, NOISE))
 """Adapter and noise of the compared rollouts."""
 RANK = 32
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def kv_gib(args: argparse.Namespace) -> float:
-    """Size of the key/value cache for the largest batch, GiB, rounded up: blocks have up to 128 tokens."""
+    """Size of the key/value cache for the compared completions, GiB, rounded up: blocks have up to 128 tokens."""
     config = AutoConfig.for_model(**random_model.mixture_config(args.shape, args.layers))
-    tokens = max(args.batches) * (args.prompt + args.tokens + 128)  # of many sequences, which no window bounds
+    tokens = args.compared * (args.prompt + args.tokens + 128)  # of many sequences, which no window bounds
     return math.ceil(8 * Shape.of(config).sequence_kv_bytes(tokens, torch.bfloat16, under_way=tokens) / GIB) / 8
 
 
-def launch(
-    base: Path, config: PolicyConfig, args: argparse.Namespace, record: bool
-) -> tuple[RolloutEngine, str | None]:
+def launch(base: Path, config: PolicyConfig, args: argparse.Namespace) -> tuple[RolloutEngine, str | None]:
     """An engine, and why it shares no weights where it should and does not."""
     lora = config.lora_spec
     assert lora is not None
     device = torch.device(args.device)
     longest = args.prompt + args.tokens
-    spec = EngineSpec(
-        *(base, config.torch_dtype, device, lora.rank, lora.targets, longest),
-        record_routing=record,
-    )
+    spec = EngineSpec(*(base, config.torch_dtype, device, lora.rank, lora.targets, longest), record_routing=True)
     if args.engine == "transformers":
         reference = TransformersEngine()
         reference.launch(spec)
         return reference, None
-    settings = {"kv_cache_gib": kv_gib(args), "max_num_seqs": max(args.batches), "enforce_eager": record}
+    settings = {"kv_cache_gib": kv_gib(args), "max_num_seqs": args.compared, "enforce_eager": True}
     start = time.perf_counter()
     engine, reason = VLLMEngine(**settings), None
     try:
@@ -221,37 +208,6 @@ def update(policy: Policy, args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def rollout(engine: RolloutEngine | StockEngine, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens a second by the number of sequences, and the GPU's memory, which PyTorch keeps."""
-    device, vocabulary = torch.device(args.device), random_model.MIXTURES[args.shape][-1]
-    rows = []
-    for count in args.batches:
-        requests = prompts_of(count, args.prompt, vocabulary)
-        engine.generate(requests, SamplingConfig(max_tokens=4))
-        sampling = SamplingConfig(max_tokens=args.tokens)
-        speeds = []
-        for _ in range(2):
-            sampled: list[list[list[Completion]]] = []
-            seconds = timed(device, lambda: sampled.append(engine.generate(requests, sampling)))  # noqa: B023
-            speeds.append(sum(len(group[0].token_ids) for group in sampled[0]) / seconds)
-        rows.append({"sequences": count, "tokens_per_s": max(speeds), "all": speeds, "used_gib": used_gib(device)})
-        print(rows[-1], flush=True)
-        if args.profile and device.type == "cuda":
-            rows[-1]["profile"] = kernel_profile.of_a_step(engine, requests, args.tokens)
-    return rows
-
-
-def stock(folder: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The same by plain vLLM in BF16, with random weights of its own, and its LoRA on attention."""
-    device = torch.device(args.device)
-    folder.mkdir(exist_ok=True)  # of a run that failed
-    (folder / "config.json").write_text(json.dumps(random_model.mixture_config(args.shape, args.layers)))
-    spec = EngineSpec(folder, torch.bfloat16, device, RANK, ATTENTION, args.prompt + args.tokens)
-    adapter = random_policy(folder, spec, None).adapter
-    assert adapter is not None
-    return rollout(StockEngine(folder, spec, adapter, max(args.batches), kv_gib(args)), args)
-
-
 def write(found: dict[str, Any], args: argparse.Namespace) -> None:
     """Write and print what has been measured so far."""
     tables = []
@@ -269,22 +225,8 @@ def write(found: dict[str, Any], args: argparse.Namespace) -> None:
         names = ("tokens", "seconds", "tokens_per_s", "peak_gib", "used_gib")
         cells = [[f"{row[name]:.4g}" for name in names] for row in rows]
         tables.append(report.markdown(["tokens", "s an update", "tokens/s", "peak GiB", "GPU's GiB"], cells))
-        for row in rows:
-            if "profile" in row:
-                tables += kernel_profile.tables(f"Update of {row['tokens']} tokens", row["profile"], "an update")
-    four_bits = "experts in MXFP4" if args.shape in random_model.GPT_OSS else "NVFP4"
-    plain = {row["sequences"]: row["tokens_per_s"] for row in found.get("stock", [])}
-    for part, base in (("rollout", four_bits), ("stock", "BF16, plain vLLM")):
-        if rows := found.get(part):
-            cells = []
-            for row in rows:
-                rate, slow = row["tokens_per_s"], plain.get(row["sequences"])
-                over = f"{rate / slow:.2f}" if slow else "–"
-                cells.append([base, row["sequences"], f"{rate:.0f}", over, f"{row['used_gib']:.4g}"])
-            tables.append(report.markdown(["base", "sequences", "tokens/s", "over plain vLLM", "GPU's GiB"], cells))
-            for row in rows:
-                if "profile" in row:
-                    tables += kernel_profile.tables(f"{base}, {row['sequences']} sequences", row["profile"])
+        profiles = {f"update of {row['tokens']} tokens": row["profile"] for row in rows if "profile" in row}
+        tables += kernel_profile.tables(profiles, "an update")
     about = {name: value for name, value in found.items() if name not in PARTS}
     tables.append(", ".join(f"{name}: {value}" for name, value in about.items()))
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
@@ -296,7 +238,7 @@ def trained_policy(
 ) -> Policy:
     """The policy, its adapter moved away from zero by random numbers of this standard deviation."""
     policy = Policy(base, config, device, seed=0, shared=shared)
-    move_adapter(policy, move)
+    random_model.move_adapter(policy, move)
     return policy
 
 
@@ -313,17 +255,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:3]))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256, help="of a completion")
     parser.add_argument("--compared", type=int, default=16, help="completions that trainer and engine are compared on")
     parser.add_argument("--float32", type=int, default=16, help="of them, compared in float32, too; 0 for none")
     parser.add_argument("--move", type=float, default=0.02, help="standard deviation added to the adapter's matrices")
-    parser.add_argument("--batches", type=int, nargs="+", default=[8, 128], help="sequences of a rollout")
     parser.add_argument("--update", type=int, nargs="+", default=[4096, 16384], help="packed tokens of an update")
-    parser.add_argument(
-        "--profile", action="store_true", help="also tables of an update and of a decode step by kind of kernel"
-    )
+    parser.add_argument("--profile", action="store_true", help="also tables of an update by kind of kernel")
     parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -331,22 +270,12 @@ def main() -> None:
     device, start = torch.device(args.device), time.perf_counter()
     if device.type == "cuda":
         select_backend("triton")
-    if args.base is not None:
-        run(args.base, device, args)
-        return
     with tempfile.TemporaryDirectory(prefix="qerl-mixture-") as folder:
-        base, failed = Path(folder) / "base", list[str]()
-        write_base(base, device, args)
-        print(f"wrote the model in {time.perf_counter() - start:.0f} s", flush=True)
-        # An engine in a process of its own: memory is its own, and parts after one that fails still run.
-        for parts in (["agreement", "update"], ["rollout"], ["stock"]):
-            if own := [part for part in parts if part in args.parts]:
-                command = [sys.executable, __file__, *sys.argv[1:], "--base", str(base), "--parts", *own]
-                if subprocess.run(command, check=False).returncode:
-                    failed += own
-                print(f"{', '.join(own)}: {time.perf_counter() - start:.0f} s since the start", flush=True)
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+        base = args.base or Path(folder) / "base"
+        if args.base is None:
+            write_base(base, device, args)
+            print(f"wrote the model in {time.perf_counter() - start:.0f} s", flush=True)
+        run(base, device, args)
 
 
 def write_base(base: Path, device: torch.device, args: argparse.Namespace) -> None:
@@ -355,39 +284,27 @@ def write_base(base: Path, device: torch.device, args: argparse.Namespace) -> No
 
 
 def run(base: Path, device: torch.device, args: argparse.Namespace) -> None:
-    """Parts of one process, each written, with those of earlier ones, when it is done."""
-    record = base.with_name("found.json")
-    found: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
-
-    def save(**results: Any) -> None:
-        found.update(results)
-        record.write_text(json.dumps(found))
-        write(found, args)
-
+    """All parts; the table is written after each."""
     lora = LoraConfig(rank=RANK, alpha=float(RANK))
     config = PolicyConfig(path=str(base), lora=lora, gradient_checkpointing=True)
-    if {"agreement", "update"} & set(args.parts):
-        engine, reason = launch(base, config, args, record=True)
-        shared = engine.shared_weights()
-        found |= {"not_shared": reason, "borrowed": 0 if shared is None else len(shared.linears) + len(shared.experts)}
-        policy = trained_policy(base, config, device, shared, args.move).eval()
-        found["layer"] = grouped_against_loop(policy, device)
-        if "agreement" in args.parts:
-            exact = float32_policy(base, config, policy) if args.float32 else None
-            save(agreement=agreement(engine, policy, exact, prompts_for(args), args))
-            del exact  # the update's memory is without it
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        if "update" in args.parts:
-            engine.sleep()
-            save(update=update(policy.train(), args))
-        engine.close()
-    if "rollout" in args.parts:
-        engine, _ = launch(base, config, args, record=False)
-        save(engine_gib=dict(engine.memory_gib()), rollout=rollout(engine, args))
-        engine.close()
-    if "stock" in args.parts:
-        save(stock=stock(base.with_name("bf16"), args))
+    engine, reason = launch(base, config, args)
+    shared = engine.shared_weights()
+    borrowed = 0 if shared is None else len(shared.linears) + len(shared.experts)
+    found: dict[str, Any] = {"not_shared": reason, "borrowed": borrowed}
+    policy = trained_policy(base, config, device, shared, args.move).eval()
+    found["layer"] = grouped_against_loop(policy, device)
+    if "agreement" in args.parts:
+        exact = float32_policy(base, config, policy) if args.float32 else None
+        found["agreement"] = agreement(engine, policy, exact, prompts_for(args), args)
+        write(found, args)
+        del exact  # the update's memory is without it
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if "update" in args.parts:
+        engine.sleep()
+        found["update"] = update(policy.train(), args)
+        write(found, args)
+    engine.close()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from qerl_pl.algorithm import NormNoise
 from qerl_pl.formats.fp4 import NVFP4_CONFIG, STACKS_CONFIG, MXFP4StacksFormat
 from qerl_pl.models.families import DOWN, GATE_UP, find_family, fused_group, stores_stacks, unquantized
 from qerl_pl.models.folder import ShardWriter
+from qerl_pl.models.shape import Shape
 from qerl_pl.policy.policy import Policy
 from qerl_pl.toy.tokenizer import build_tokenizer
 
@@ -160,6 +161,18 @@ def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
     }
 
 
+def any_config(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """config.json of a dense model or a mixture, by its name in `SHAPES` or `MIXTURES`."""
+    config = config_of(shape) if shape in SHAPES else mixture_config(shape)
+    return config | ({"num_hidden_layers": layers} if layers else {})
+
+
+def cache_gib(config: dict[str, Any], tokens: float, sequences: int) -> float:
+    """GiB of a key/value cache with room for so many sequences of so many tokens."""
+    each = Shape.of(AutoConfig.for_model(**config)).sequence_kv_bytes(int(tokens) + 16, torch.bfloat16)
+    return 1.05 * each * sequences / 2**30
+
+
 def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's tensors by their names in a checkpoint in 16 bits, which has experts by themselves or, of
     gpt-oss, in stacks."""
@@ -178,12 +191,19 @@ def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return sizes
 
 
-def write_model(folder: Path, shape: str, device: torch.device, nvfp4: bool = True, codes: bool = False) -> None:
+def write_model(
+    folder: Path,
+    shape: str,
+    device: torch.device,
+    nvfp4: bool = True,
+    codes: bool = False,
+    layers: int | None = None,
+) -> None:
     """A checkpoint of random weights, quantized group by group on `device`, or in bfloat16; with the toy tokenizer.
 
     With `codes` the 4-bit codes themselves are drawn.
     """
-    write_random(folder, config_of(shape), device, nvfp4, codes)
+    write_random(folder, any_config(shape, layers), device, nvfp4, codes)
 
 
 def write_random(
@@ -265,6 +285,15 @@ def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
     quantizer = MXFP4StacksFormat()
     codes, scales = zip(*(quantizer.encode(matrix.t().contiguous(), None) for matrix in stack), strict=True)
     return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]
+
+
+def move_adapter(policy: Policy, size: float) -> None:
+    """Add noise to all that is trained, so that an adapter that is lost shows."""
+    generator = torch.Generator().manual_seed(7)
+    state = policy.trained_state()
+    policy.load_trained_state(
+        {name: t + size * torch.randn(t.shape, generator=generator).to(t.device) for name, t in state.items()}
+    )
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def settings(args: argparse.Namespace, base: Path, run: Path, devices: int, kind
             "engine": engine,
             "group_size": 8,
             "sampling": {"max_tokens": args.tokens},
-            "rewards": ["rl_step.Spread"],
+            "rewards": ["step_ours.Spread"],
             "mismatch_bound": 1.0,  # random weights: nothing to compare with
         },
         "checkpoint": None,

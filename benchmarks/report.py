@@ -71,7 +71,9 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows])
 
 
-def write(out: Path, name: str, tables: str, results: Any, where: Mapping[str, str] | None = None) -> None:
+def write(
+    out: Path, name: str, tables: str, results: Any, where: Mapping[str, str] | None = None, shown: bool = True
+) -> None:
     """Write NAME.md and NAME.json below `out` and print the tables.
 
     Args:
@@ -80,12 +82,14 @@ def write(out: Path, name: str, tables: str, results: Any, where: Mapping[str, s
         tables: Markdown.
         results: JSON values.
         where: Where the results were measured; by default `environment` of this machine.
+        shown: Print them.
     """
     where = dict(where or environment())
     line = ", ".join(f"{key} {value}" for key, value in where.items())
     atomic_write(out / f"{name}.md", f"{tables}\n\nMeasured with {line}.\n".encode())
     atomic_write(out / f"{name}.json", json.dumps({"environment": where, "results": results}, indent=1).encode())
-    print(tables, "\n", line, sep="")
+    if shown:
+        print(tables, "\n", line, sep="")
 
 
 def save_figure(figure: "Figure", path: Path) -> str:

@@ -1,4 +1,4 @@
-"""This package's part of `step_against_trl.py`: the same steps in each way of gradient checkpointing, one engine."""
+"""This package's part of `step_against.py`, and what other runs of random weights take from it."""
 
 import argparse
 import json
@@ -8,99 +8,89 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import step_against_trl
 from lightning.pytorch import Callback
+from step_timer import PARTS, StepTimer, parsed, size_of
 
 from qerl_pl.cli.main import QeRLCLI
-from qerl_pl.datamodules import PromptDataModule
-from qerl_pl.datamodules.tables import Row
+from qerl_pl.rewards import RewardSample
 
-PHASES = ("sync", "rollout", "reward", "update", "sleep")
+LOGGED = ("time/", "memory/", "mismatch/", "completions/length_mean")
 
 
-class Questions(PromptDataModule):
-    """The questions that the parent wrote.
+class Spread:
+    """A reward that differs between the completions of a group, so that the update is a real one."""
 
-    Args:
-        path: JSON file.
-        batch_size: Prompts a step.
-        max_prompt_tokens: Of each.
-    """
+    name = "spread"
+    weight = 1.0
 
-    def __init__(self, path: str, batch_size: int, max_prompt_tokens: int) -> None:
-        super().__init__(batch_size, 0, None, max_prompt_tokens, None)
-        self.path = path
-
-    def train_rows(self) -> Sequence[Row]:
-        return [Row(f"train-{index}", text, "") for index, text in enumerate(json.loads(Path(self.path).read_text()))]
+    def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
+        return [sum(sample.token_ids) % 97 / 97 for sample in samples]
 
 
 class Steps(Callback):
-    """Measures the steps; after as many as count it goes on with the next way of checkpointing.
+    """Measures the steps.
 
     Args:
-        modes: The ways, from what needs least memory on.
-        steps: That count, of each.
-        warmup: That do not, before them.
-        out: File for what was found, written anew after each way.
+        warmup: Steps that do not count, before the others.
+        out: File for what was found.
     """
 
-    def __init__(self, modes: list[str], steps: int, warmup: int, out: str) -> None:
-        self.modes, self.count, self.out = modes, steps, Path(out)
-        self.watch = step_against_trl.StepTimer(warmup)
+    def __init__(self, warmup: int, out: str) -> None:
+        self.timer = StepTimer(warmup, Path(out))
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._begin(pl_module)
+    def on_train_start(self, *_: Any) -> None:
+        self.timer.begin()
 
-    def _begin(self, module: Any) -> None:
-        mode = self.modes.pop(0)
-        module.policy.checkpointing.load(mode)
-        self.watch.begin(f"qerl_pl, NVFP4, gradient_checkpointing {mode}")
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.timer.phase = "update"  # rollouts come from the callback before this one
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        metrics = trainer.callback_metrics
-        phases = {name: float(metrics[f"time/{name}_s"]) for name in PHASES if f"time/{name}_s" in metrics}
-        phases["tokens"] = float(metrics["completions/length_mean"])
-        self.watch.step(phases)
-        if self.watch.steps() == self.count:
-            self.out.write_text(json.dumps(self.watch.found, indent=1))
-            if self.modes:
-                self._begin(pl_module)
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(LOGGED)}
+        rollout = logged["time/sync_s"] + logged["time/rollout_s"]
+        self.timer.step({"rollout": rollout, "update": logged["time/update_s"]} | logged)
 
     def teardown(self, *_: Any, **__: Any) -> None:
-        self.watch.end()
+        self.timer.end()
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    on_gpu = args.device == "cuda"
-    engine: dict[str, Any] = {"class_path": "qerl_pl.engines.TransformersEngine"}
-    if on_gpu:
-        inits = {"kv_cache_gib": args.kv_gib, "max_num_seqs": args.prompts * args.group}
-        engine = {"class_path": "qerl_pl.engines.VLLMEngine", "init_args": inits}
+def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any]:
+    """Of a run of random weights."""
+    prompts, group, tokens = size_of(args.sizes[0])
+    on_gpu, full, kind = args.device == "cuda", part == "ours-full", PARTS[part][2]
+    engine = {"kv_cache_gib": args.kv_gib, "max_num_seqs": prompts * group}
+    engine |= {"adapter": adapter} if adapter else {}
+    engine |= {"share_weights": False} if args.copies == 2 else {}
     rollout = {
-        "engine": engine,
-        "group_size": args.group,
-        "sampling": {"max_tokens": args.tokens},
-        "rewards": [{"class_path": "rl_step.Spread"}],
+        "engine": {"class_path": args.engine, "init_args": engine if args.engine == "VLLMEngine" else {}},
+        "group_size": group,
+        "sampling": {"max_tokens": tokens},
+        "rewards": [{"class_path": "step_ours.Spread"}],
         "mismatch_bound": 10.0,  # random weights: nothing to compare with
     }
-    steps = {"modes": args.modes, "steps": args.steps, "warmup": args.warmup, "out": str(args.out / "step_ours.json")}
-    questions = {"path": str(args.out / "questions.json"), "batch_size": args.prompts}
+    optimizer = {"class_path": "bitsandbytes.optim.AdamW8bit" if on_gpu else "torch.optim.AdamW"}
+    warmup = args.warmup + 1  # the second step, too, has a parity check, after the first sleep
+    questions = json.loads((args.out / "questions.json").read_text())[: prompts * (args.steps + warmup)]
     return {
         "seed_everything": 0,
         "model": {
             "policy": {
-                "path": str(args.folder / f"{args.shape}-nvfp4"),
+                "path": str(args.folder / f"{args.shape}-{kind}"),
+                "quantization": "none" if kind == "bf16" else kind,
                 "lora": {"rank": args.rank, "alpha": float(args.rank)},
-                "gradient_checkpointing": "auto",  # so that the callback may say which
+                "finetune": "full" if full else "lora",
+                "gradient_checkpointing": args.checkpointing,
             },
             "objective": {"class_path": "qerl_pl.algorithm.DAPO", "init_args": {"mask_truncated": False}},
-            "micro_batch_tokens": args.sequences * (args.prompt_tokens + args.tokens),
+            "micro_batch_tokens": args.sequences * (args.prompt_tokens + tokens),
             "monitor_kl": False,
+            **({"optimizer": optimizer | {"init_args": {"lr": 1e-6}}} if full else {}),
         },
         "data": {
-            "class_path": "step_ours.Questions",
-            "init_args": {**questions, "max_prompt_tokens": args.prompt_tokens},
+            "class_path": "qerl_pl.datamodules.TableDataModule",
+            "init_args": {
+                **{"path": [{"question": text, "answer": "0"} for text in questions], "batch_size": prompts},
+                **{"max_prompt_tokens": args.prompt_tokens, "system_prompt": None, "val_size": 0},
+            },
         },
         "trainer": {
             "default_root_dir": str(args.out / "run"),
@@ -114,17 +104,17 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
                 {"class_path": "qerl_pl.callbacks.RolloutCallback", "init_args": rollout},
                 {"class_path": "qerl_pl.callbacks.AdaptiveQuantizationNoise", "init_args": {"stages": 2}},
                 {"class_path": "qerl_pl.callbacks.Monitor"},
-                {"class_path": "step_ours.Steps", "init_args": steps},
+                {"class_path": "step_ours.Steps", "init_args": {"warmup": warmup, "out": os.environ["STEP_OUT"]}},
             ],
         },
     }
 
 
 def main() -> None:
-    args = step_against_trl.arguments(__doc__).parse_args()
+    args = parsed()
     sys.argv = sys.argv[:1]
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
-    QeRLCLI({"subcommand": "fit", "fit": settings(args)})
+    QeRLCLI({"subcommand": "fit", "fit": settings(args, args.parts[-1], args.adapter[-1])})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Gradients repeat bit for bit, as in a run; "free" is NVFP4 without that.
 
 import argparse
 import gc
-import itertools
 import os
 import statistics
 import time
@@ -208,9 +207,9 @@ def write(found: dict[str, dict[int, dict[str, Any]]], args: argparse.Namespace)
     headers = ["base", "tokens", "s an update", "spread %", "tokens/s", "over bf16", "over nvfp4", "peak GiB"]
     settings = {name: str(value) for name, value in vars(args).items() if name not in ("base", "out")}
     text = [report.markdown(headers, rows)]
-    for way, count in itertools.product(found, args.tokens):
-        if profile := found[way].get(count, {}).get("profile"):
-            text += kernel_profile.tables(f"{way}, {count} tokens", profile, "an update")
+    measured = {f"{way}, {count} tokens": found[way].get(count, {}) for way in found for count in args.tokens}
+    profiles = {title: one["profile"] for title, one in measured.items() if "profile" in one}
+    text += kernel_profile.tables(profiles, "an update")
     report.write(args.out, "update_speed", "\n\n".join(text), {"settings": settings, "found": found})
 
 

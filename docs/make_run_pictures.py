@@ -60,8 +60,8 @@ def train(folder: Path) -> None:
 def draw(run: Path, picture: Path) -> None:
     """Four panels of a run."""
     events = EventAccumulator(str(run)).Reload()
-    figure = Figure(figsize=(10, 2.5), layout="constrained")
-    for axis, (title, tags) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+    figure = Figure(figsize=(6.5, 4.2), layout="constrained")  # two by two: read on a phone, too
+    for axis, (title, tags) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         assert isinstance(axis, Axes)
         for tag, label in tags.items():
             points = [(event.step, event.value) for event in events.Scalars(tag)]
@@ -74,7 +74,7 @@ def draw(run: Path, picture: Path) -> None:
             axis.set_ylim(bottom=0)
         axis.set(title=title, xlabel="rollout")
         axis.grid(alpha=0.3)
-    figure.savefig(picture, dpi=100)
+    figure.savefig(picture, dpi=120)
 
 
 if __name__ == "__main__":

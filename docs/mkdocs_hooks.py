@@ -11,6 +11,10 @@ ROOT = Path(__file__).parents[1]
 API = "API"
 """Entry of the navigation whose pages are made here."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_CELL = re.compile(r"<t[dh].*?</t[dh]>", re.DOTALL)
+_CODE = re.compile(r"(?<=<code>)[^<]+")
+STYLE = ".md-typeset td code, .md-typeset th code { word-break: normal }"
+"""Names in tables are not broken inside of a word, but where `on_page_content` allows it."""
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -36,7 +40,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     }
     shown = [File.generated(config, path, abs_src_path=str(ROOT / path)) for path in (*pages, *sorted(pictures))]
     api = [File.generated(config, f"api/{name}.md", content=f"::: {name}\n") for name in _packages()]
-    return Files([*of_theme, *shown, *api])
+    return Files([*of_theme, *shown, *api, File.generated(config, "site.css", content=STYLE)])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Long names in tables break after a slash, a dot, an underscore or a comma."""
+
+    def breaks(code: re.Match[str]) -> str:
+        return re.sub(r"([/._,])(?=\w)", r"\1<wbr>", code[0])
+
+    return _CELL.sub(lambda cell: _CODE.sub(breaks, cell[0]), html)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -39,7 +39,6 @@ def sources(path: Path, text: str) -> str:
 
 SECTIONS = [(MEASURED, title) for title in pages.sections(MEASURED)] + [
     (ROOT / "docs" / "distillation.md", "Recovering what quantization lost"),
-    (ROOT / "docs" / "distillation.md", "The full vocabulary"),
     (ROOT / "docs" / "your-own-model.md", "Mixtures of experts"),
 ]
 
@@ -66,10 +65,9 @@ def test_every_figure_of_the_readme_is_on_the_page_of_measurements_or_planned() 
 def small_card(shape: str, quantization: str) -> float:
     """GiB of GSM8K with `small_card`, as `--dry-run` counts them."""
     sizes = replace(shape_of(shape), tied=shape in ("1.5B", "3B"))
-    shares = quantization != "none"
     batch = MicroBatch(4096, 4, checkpointing="offload", mlp_tile_tokens=4096, rank=32)
     plan = RunPlan(
-        sizes, batch, 7, quantization, shares_weights=shares, kv_cache_gib=2.0, prompt_tokens=4096,
+        sizes, batch, 7, quantization, kv_cache_gib=2.0, prompt_tokens=4096,
         prefill_tokens=2048, max_num_seqs=16,
     )  # fmt: skip
     return run_memory(plan).peak / GIB
@@ -106,7 +104,7 @@ def test_objectives_have_the_defaults_that_the_page_gives() -> None:
 
 
 def test_presets_of_the_correction_are_those_of_the_page() -> None:
-    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "off-policy.md")["The correction"])
+    header, *rows = pages.rows(pages.sections(ROOT / "docs" / "objectives-and-noise.md")["The correction"])
     assert {name.strip("`") for name, *_ in rows} == set(PRESETS)
     shown = set(header[1:])
     for name, *cells in rows:
@@ -117,7 +115,7 @@ def test_presets_of_the_correction_are_those_of_the_page() -> None:
 
 
 def test_norms_of_the_advantages_are_those_of_the_page() -> None:
-    rows = pages.rows(pages.sections(ROOT / "docs" / "off-policy.md")["Advantages"])[1:]
+    rows = pages.rows(pages.sections(ROOT / "docs" / "objectives-and-noise.md")["Advantages"])[1:]
     assert [name.strip("`") for name, *_ in rows] == list(get_args(AdvantageNorm))
 
 

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from qerl_pl.cli.export import base_of
 from qerl_pl.cli.main import QeRLCLI, main
+from qerl_pl.cli.model_card import gguf_line
 from qerl_pl.formats.base import format_of
 from qerl_pl.runtime.checkpoint_io import newest_checkpoint
 
@@ -108,6 +109,8 @@ def test_validate_from_a_checkpoint_and_export(
     written = capfd.readouterr().out
     assert f"wrote the adapter (rank 4, base {tiny_policy_dir} in NVFP4) to {tmp_path / 'adapter'}, " in written
     assert f"the complete model (adapter merged in, bfloat16) to {tmp_path / 'merged'}, " in written
+    assert f"as GGUF: {gguf_line(str(tmp_path / 'merged'))}\nrounded to NVFP4 again, they keep " in written
+    assert written.count("as GGUF") == written.count("rounded to") == 1
     assert "MiB; after 3 rollouts" in written and "step=3.end.ckpt" in written
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tiny_policy_dir) and format_of(base_of(tmp_path / "adapter")).name == "nvfp4"

@@ -1,4 +1,4 @@
-"""What docs/guarantees.md promises, with the faults of other trainers planted in an engine: each is found."""
+"""What docs/limits.md guarantees, with the faults of other trainers planted in an engine: each is found."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

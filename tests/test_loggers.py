@@ -26,7 +26,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from qerl_pl.callbacks.completions import _truncate
-from qerl_pl.callbacks.loggers import adapters, changes, flatten
+from qerl_pl.callbacks.loggers import MainFirstLogger, adapters, changes, flatten
 from qerl_pl.cli.main import QeRLCLI
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra `loggers`")
@@ -142,6 +142,29 @@ def test_the_layout_begins_with_reward_and_draws_what_is_logged(run: tuple[Train
     logged = events.Tags()["scalars"]
     unseen = {tag for tags in charts.values() for tag in tags if not any(re.match(tag, one) for one in logged)}
     assert unseen == {"memory/driver_gib$"}  # of a GPU
+
+
+TITLES = {
+    "reward/mean": "Main/1 reward",
+    "val/accuracy": "Main/2 greedy accuracy",
+    "val/MATH-500/accuracy": "Main/2 greedy accuracy MATH-500",
+    "val/a/b/pass@1": "Main/3 sampled accuracy a/b",
+    "policy/entropy": "Main/4 entropy",
+    "completions/length_mean": "Main/5 length",
+    **dict.fromkeys(["epoch", "reward/accuracy", "val/pass@8", "val/card_pass@1", "test/accuracy", "reward/x/y"]),
+}
+
+
+def test_tensorboard_begins_with_the_main_curves(tmp_path: Path) -> None:
+    logger = MainFirstLogger(tmp_path, name="", version="")
+    logger.log_metrics({tag: float(i) for i, tag in enumerate(TITLES)}, step=3)
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    titles = [title for title in TITLES.values() if title is not None]
+    assert sorted(events.Tags()["scalars"]) == [*titles, *sorted(TITLES)]
+    for i, (tag, title) in enumerate(TITLES.items()):
+        for name in (tag, title) if title else (tag,):
+            assert [(event.step, event.value) for event in events.Scalars(name)] == [(3, i)]
 
 
 def test_wandb_shows_completions_summary_picture_and_settings(run: tuple[Trainer, Path, str]) -> None:

@@ -31,8 +31,8 @@ def mixture() -> Iterator[Any]:
         yield mixture
 
 
-def test_the_cache_is_what_the_largest_batch_needs(mixture: Any) -> None:
-    args = Namespace(shape="30b-a3b", layers=48, batches=[2, 8], prompt=64, tokens=512)
+def test_the_cache_is_what_the_compared_completions_need(mixture: Any) -> None:
+    args = Namespace(shape="30b-a3b", layers=48, compared=8, prompt=64, tokens=512)
     # 2 x 48 layers x 4 heads x 128 x 2 bytes = 96 KiB a token, 8 x (64 + 512 + 128) tokens: 528 MiB
     assert mixture.kv_gib(args) == 0.625
 

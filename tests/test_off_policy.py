@@ -123,7 +123,7 @@ def test_an_unknown_correction_is_told_in_one_line(name: str, message: str) -> N
 
 
 def test_the_function_of_the_page_corrects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = pages.fences(pages.ROOT / "docs" / "off-policy.md", "python")
+    (block,) = pages.fences(pages.ROOT / "docs" / "objectives-and-noise.md", "python")
     (tmp_path / "my_corrections.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     old, sampler, mask = (

@@ -21,9 +21,31 @@ log = logging.getLogger(__name__)
 
 COMPARED = ("reward/mean", "val/accuracy", "val/pass@1", "policy/entropy", "policy/kl")
 """Metrics beside the hyperparameters on TensorBoard's page."""
+MAIN = {
+    "reward/mean": "1 reward",
+    "val/accuracy": "2 greedy accuracy",
+    "val/pass@1": "3 sampled accuracy",
+    "policy/entropy": "4 entropy",
+    "completions/length_mean": "5 length",
+}
+"""Curves to look at first, by their tags; TensorBoard sorts tags, capital letters before others."""
 
 LOGGED = ("seed_everything", "model", "data", "rollout", "noise", "trainer")
 """Top-level keys that may change what is learned."""
+
+
+class MainFirstLogger(TensorBoardLogger):
+    """TensorBoard's logger, which begins with a group `Main`: copies of the curves to look at first."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log the metrics, and those of `MAIN` once more; of several validation sets with the set's name."""
+        first = {}
+        for tag, value in metrics.items():
+            group, _, rest = tag.partition("/")
+            of_set, _, name = rest.rpartition("/")
+            if (title := MAIN.get(f"{group}/{name}")) is not None:
+                first[f"Main/{title} {of_set}".rstrip()] = value
+        super().log_metrics({**metrics, **first}, step)
 
 
 class SaveFitConfig(SaveConfigCallback):

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,24 @@ import yaml
 from jsonargparse import ArgumentParser, dict_to_namespace
 from torch import Tensor
 
-from qerl_pl.cli.model_card import STEP, serving_line, write_model_card
+from qerl_pl.cli.model_card import STEP, gguf_line, serving_line, write_model_card
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import QUANTIZATIONS
+from qerl_pl.formats.base import QUANTIZATIONS, format_of
+from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
 from qerl_pl.formats.quantize import in_format
+from qerl_pl.models.folder import TensorFiles
 from qerl_pl.policy.adapter import is_adapter, read_adapter
 from qerl_pl.policy.lora import LoraConfig
 from qerl_pl.policy.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
 from qerl_pl.runtime.files import atomic_directory, folder_fingerprint, require_absent
 from qerl_pl.types import PolicyWeights
+
+ROUNDED_ROWS = 256
+"""First rows of each matrix by which a merge measures what rounding leaves of the adapter."""
+KEPT = 0.9
+"""Share of the adapter's change from which merged weights may be rounded to 4 bits again."""
 
 
 def base_of(folder: str | Path) -> Path:
@@ -120,9 +126,10 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
     steps, kind = state["policy_version"], state["kind"]
+    merged = _Merged(policy.weights(version=0), base) if merge and not policy.full_finetuning else None
     with atomic_directory(dst) as folder:
-        if merge and not policy.full_finetuning:
-            fill_dense_folder(base, folder, torch.bfloat16, partial(_merged, policy.weights(version=0)))
+        if merged is not None:
+            fill_dense_folder(base, folder, torch.bfloat16, merged)
             mark_trained(folder)
         else:
             policy.save(folder)
@@ -130,6 +137,11 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
     print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
     own = config.path if config.quantization == "none" and config.path is not None else str(base)
     print(f"serve it: {serving_line(config, merge, own, str(dst))}")
+    if config.path is not None and (merge or policy.full_finetuning):  # no other program knows the toy's tokenizer
+        print(f"as GGUF: {gguf_line(str(dst))}")
+    if merged is not None and (kept := merged.kept_by_rounding()) is not None:
+        advice = "quantizing them is fine" if kept >= KEPT else "serve them in 16 bits, or the adapter on its base"
+        print(f"rounded to {config.quantization.upper()} again, they keep {kept:.2f} of the adapter's change: {advice}")
 
 
 def _described(config: PolicyConfig, merge: bool) -> str:
@@ -146,14 +158,33 @@ def _size(folder: Path) -> str:
     return f"{len(sizes)} files of {sum(sizes) / 2**20:.1f} MiB"
 
 
-def _merged(weights: PolicyWeights, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of the base with its adapter added, or its trained value."""
-    adapter = weights.adapter or {}
-    factors = adapter.get(name.removesuffix(".weight"))
-    if factors is None:
-        return weights.tensors.get(name, tensor)
-    a, b = factors
-    return tensor + weights.scaling * (b.float() @ a.float())
+class _Merged:
+    """Adds the adapter to the base's tensors, and measures what rounding them to its format again would leave of it."""
+
+    def __init__(self, weights: PolicyWeights, base: Path) -> None:
+        self._weights, self._format, self._stored = weights, format_of(base), TensorFiles(base)
+        self._kept = self._whole = 0.0
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the base with its adapter added, or its trained value."""
+        linear = name.removesuffix(".weight")
+        factors = (self._weights.adapter or {}).get(linear)
+        if factors is None:
+            return self._weights.tensors.get(name, tensor)
+        a, b = factors
+        change = self._weights.scaling * (b.float() @ a.float())
+        merged = tensor + change
+        if self._format is not DENSE and self._format.tensor_names(linear)[-1] in self._stored:
+            whole = merged.bfloat16().float()
+            scale, rows, before = self._format.global_scale([whole]), change[:ROUNDED_ROWS], tensor[:ROUNDED_ROWS]
+            after = self._format.decode(*self._format.encode(whole[:ROUNDED_ROWS], scale), scale)
+            self._kept += float(((after - before) * rows).sum())
+            self._whole += float(rows.square().sum())
+        return merged
+
+    def kept_by_rounding(self) -> float | None:
+        """Projection of the rounded change on the adapter's; None if the base has 16 bits, or nothing was trained."""
+        return self._kept / self._whole if self._whole else None
 
 
 def _run_config(run: Path) -> Any:

