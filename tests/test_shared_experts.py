@@ -273,7 +273,8 @@ def test_weights_and_adapters_are_counted_as_the_model_has_them(source: Path) ->
 
 @pytest.mark.parametrize("mode", [True, "selective", False])
 def test_an_update_needs_what_is_estimated(tmp_path: Path, mode: Any) -> None:
-    source = write_checkpoint("qwen3.5-moe", tmp_path / "net", {"linear_num_value_heads": 8})
+    kinds, sizes = ["linear_attention", "linear_attention", "full_attention"], {"linear_num_value_heads": 8}
+    source = write_checkpoint("qwen3.5-moe", tmp_path / "net", sizes | {"num_hidden_layers": 3, "layer_types": kinds})
     policy, length = policy_of(source, quantization="none", gradient_checkpointing=mode).train(), 256
     ids = torch.arange(2 * length).view(2, length) % 400 + 20
     mask = torch.arange(length).expand(2, length) > 0
