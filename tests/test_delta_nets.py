@@ -389,10 +389,11 @@ def test_prefixes_are_cached_unless_the_model_has_delta_nets_or_a_user_decides(a
 
 
 @pytest.mark.vllm
-def test_vllm_samples_in_bfloat16_as_the_trainer_computes_or_says_what_it_lacks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
+def test_vllm_samples_in_bfloat16_as_the_trainer_computes_or_says_what_it_lacks(tmp_path: Path, name: str) -> None:
     """Of heads that its CPU build has; its class imports torchvision, which PyTorch's CPU wheels have."""
     sizes = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
-    source = write_checkpoint("qwen3.5", tmp_path / "qwen3.5", sizes)
+    source = write_checkpoint(name, tmp_path / name, sizes)
     config = PolicyConfig(path=str(source), dtype="bfloat16", quantization="none", lora=LoraConfig(rank=8, alpha=16.0))
     policy, engine = changed(Policy(source, config, torch.device("cpu"), seed=1).eval()), VLLMEngine(kv_cache_gib=0.25)
     spec = replace(spec_of(policy), dtype=torch.bfloat16)

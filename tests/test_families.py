@@ -46,7 +46,7 @@ LOGPROB_BOUND = 2e-5  # of float32, as in test_engines.py
 NOISE = NormNoise(0.05, seed=3, version=1)
 PROMPTS = [Prompt(str(i), tuple(range(20 + 9 * i, 23 + 40 * i)), "", "") for i in range(3)]  # of 3, 34 and 65 tokens
 NOISY = dict.fromkeys(
-    ("llama", "mistral", "qwen3", "phi3", "qwen3_moe", "gpt_oss", "qwen3_5_text"),
+    ("llama", "mistral", "qwen3", "phi3", "qwen3_moe", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text"),
     ("input_layernorm", "post_attention_layernorm"),
 )
 NOISY |= dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), ("input_layernorm", "pre_feedforward_layernorm"))
@@ -395,7 +395,8 @@ def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
         adapted = peft.PeftModel.from_pretrained(plain, tmp_path / "exported").eval()(ids).logits
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
     assert (adapted - before).abs().max() > 0.05
-    assert (merged - adapted).abs().max() < 0.2 * (adapted - before).abs().max()  # merged weights are bfloat16
+    # Merged weights are bfloat16, by which a token of a mixture may go to another expert: the mean, not the largest.
+    assert (merged - adapted).abs().mean() < 0.2 * (adapted - before).abs().mean()
 
 
 def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) -> None:
@@ -411,23 +412,15 @@ def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) ->
     assert len({family.model_type for family in FAMILIES}) == len(FAMILIES)
 
 
-LACKS = {
-    "qwen3_next": "gated delta nets whose linears are fused otherwise than Qwen3.5's",
-    "qwen3_5_moe": "a shared expert beside its mixture",
-    "qwen3_5_moe_text": "a shared expert",
-}
+LACKS = {"qwen3_next": "gated delta nets whose linears are fused otherwise than Qwen3.5's"}
 
 
 @pytest.mark.parametrize("model_type", LACKS)
 def test_a_family_that_needs_more_than_an_entry_is_refused_by_what_it_has(tmp_path: Path, model_type: str) -> None:
-    """As shipped: Qwen3.5 with an image encoder."""
-    shipped: dict[str, dict[str, Any]] = {"qwen3_5_moe": {"text_config": {"model_type": "qwen3_5_moe_text"}}}
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": model_type} | shipped.get(model_type, {})))
-    message = (
-        rf"trains; model_type in config.json of {folder} is '{model_type}.*', which has {LACKS[model_type]}.*; take"
-    )
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    message = rf"trains; model_type in config.json of {folder} is '{model_type}', which has {LACKS[model_type]}.*; take"
     for quantization in ("nvfp4", "mxfp4", "none"):
         with pytest.raises(UserError, match=f"{message} one of docs/your-own-model.md"):
             PolicyConfig(path=str(folder), quantization=quantization).base_folder()  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from short_run import trainer_of
 from test_every_way import written
 from test_families import CPU, LOGPROB_BOUND, NOISE, PROMPTS, changed, completions_of, policy_of
-from tiny_families import EXPERTS as MIXTURES
+from tiny_families import EXPERTS as OF_ATTENTION
 from tiny_families import STORED, write_checkpoint
 from torch import Tensor
 
@@ -35,6 +35,8 @@ from qerl_pl.toy.game import GuessingGame
 from qerl_pl.types import Completion, PromptBatch, SamplingConfig
 
 LAYERS, CHOSEN, EXPERTS = 2, 2, 6
+MIXTURES = (*OF_ATTENTION, "qwen3.5-moe")
+"""The last has gated delta nets, which vLLM's CPU build does not compute in float32."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,7 @@ def base(bases: dict[str, Path]) -> Path:
     scope="module",
     params=[
         *itertools.product(["transformers"], MIXTURES),
-        *(pytest.param(("vllm", name), marks=pytest.mark.vllm) for name in MIXTURES),
+        *(pytest.param(("vllm", name), marks=pytest.mark.vllm) for name in OF_ATTENTION),
     ],
     ids="-".join,
 )
@@ -125,7 +127,8 @@ def test_engines_say_which_experts_they_chose_for_every_token_but_the_last(
 def test_replayed_routing_makes_up_for_a_router_that_chooses_otherwise(sampled: tuple[Policy, RolloutEngine]) -> None:
     """The sampler's noise moves its router: without replay the trainer chooses other experts, with replay the same."""
     policy, engine = sampled
-    noise = replace(NOISE, sigma=0.2)
+    # Noise reaches the state of a gated delta net, too: less of it, or its effect hides the router's.
+    noise = replace(NOISE, sigma=0.05 if policy.folder.name == "qwen3.5-moe" else 0.2)
     engine.sync(policy.weights(0))
     clean = completions_of(engine)
     assert gap(policy, clean, replay=True) < LOGPROB_BOUND

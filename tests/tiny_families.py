@@ -22,6 +22,9 @@ from transformers import (
     Qwen2Config,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -134,10 +137,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.25},
     },
 }
+OPTIONS["qwen3.5-moe"] = OPTIONS["qwen3.5"] | {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128},
+}
 """What each has besides SIZES; phi-4-mini stands for Phi-3 mini's window, too."""
 MODELS = tuple(CONFIGS)
 CONFIGS["qwen2"], OPTIONS["qwen2"] = Qwen2Config, {}  # the toy policy's family, which other tests run
-CONFIGS["qwen3.5"] = Qwen3_5TextConfig  # test_delta_nets.py runs it: vLLM's CPU build does not in float32
+# test_delta_nets.py and test_shared_experts.py run these: vLLM's CPU build does not in float32.
+CONFIGS["qwen3.5"], CONFIGS["qwen3.5-moe"] = Qwen3_5TextConfig, Qwen3_5MoeTextConfig
 STORED = {name: "mxfp4" if name == "gpt-oss" else "nvfp4" for name in CONFIGS}
 """The 4-bit format of each in tests: gpt-oss has one alone."""
 EXPERTS = ("qwen3-moe", "gpt-oss")
@@ -166,14 +173,20 @@ def write_wrapped_qwen(text_model: Path, folder: Path) -> Path:
     """Write a model of text and images around a Qwen3.5 checkpoint, as published: with layers for speculation."""
     inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 16}
-    config = Qwen3_5Config(
+    moe = inner.config.model_type == "qwen3_5_moe_text"
+    kind, model_class = (
+        (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
+        if moe
+        else (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
+    )
+    config = kind(
         text_config=inner.config.to_dict(), vision_config=vision | {"out_hidden_size": inner.config.hidden_size}
     )
     config.tie_word_embeddings = inner.config.tie_word_embeddings
-    wrapped = Qwen3_5ForConditionalGeneration(config)
+    wrapped = model_class(config)
     wrapped.model.language_model.load_state_dict(inner.model.state_dict())
     wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
-    wrapped.save_pretrained(folder)
+    wrapped.save_pretrained(folder, save_original_format=not moe)
     stored = load_file(folder / "model.safetensors")
     own = {name: tensor for name, tensor in stored.items() if ".layers.1." in name}
     mtp = {name.replace("model.language_model.layers.1", "mtp.layers.0"): tensor for name, tensor in own.items()}
@@ -253,6 +266,6 @@ def write_checkpoint(name: str, folder: Path, sizes: dict[str, Any] | None = Non
             for buffer_name, buffer in model.named_buffers():
                 if buffer_name.endswith("layer_scalar"):  # of Gemma 4: the checkpoint has it, though nothing trains it
                     buffer.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=name != "qwen3.5-moe")  # whose experts are published in stacks
     tokenizer.save_pretrained(folder)
     return folder

@@ -42,15 +42,21 @@ class Experts:
     stored_in_stacks: bool = False
     """Whether checkpoints store these stacks, transposed, with interleaved rows of gates and ups, and biases
     `gate_up_proj_bias` [experts, 2 I] and `down_proj_bias`."""
+    published_in_stacks: bool = False
+    """Whether published checkpoints have these stacks as transformers has them: `TensorFiles` reads each expert by
+    itself, and 4-bit checkpoints store it so."""
     clamped: bool = False
     """Whether act(gate) * up is `qerl_kernels.clamped_swiglu`, with the submodule's `alpha` and `limit`."""
     router: str = "gate"
     """Its submodule with `weight` [experts, hidden] and `top_k`. It stays in 16 bits."""
     softmax_after_topk: bool = False
-    """Whether the router has a `bias`, and p is the softmax over the top-k experts' logits. Otherwise it is the softmax
-    over all, divided by the top-k sum if the router's `norm_topk_prob` is true."""
+    """Whether p is the softmax over the top-k experts' logits, with the router's `bias` if it has one. Otherwise it is
+    the softmax over all, divided by the top-k sum if the router's `norm_topk_prob` is true."""
     returns_topk_weights: bool = False
     """Whether the mixture also returns p."""
+    shared: str | None = None
+    """Its submodule, if any, with an MLP that all tokens are given to, which LoRA adapts. The sigmoid of a linear with
+    one row, named "…_gate", multiplies its result; the key for its width is "…_intermediate_size"."""
     count: str = "num_experts"
     """Key of config.json for the number of experts."""
     top_k: str = "num_experts_per_tok"
@@ -126,14 +132,16 @@ class Family:
 
     @property
     def dense_linears(self) -> tuple[str, ...]:
-        """Linears of a gated delta net that a 4-bit checkpoint stores in 16 bits, as they have few rows."""
-        return () if self.delta_net is None else DELTA_NET[2:4]
+        """Linears of few rows, which a 4-bit checkpoint has in 16 bits: a delta net's, and a shared expert's gate."""
+        net = () if self.delta_net is None else DELTA_NET[2:4]
+        return net if self.experts is None or self.experts.shared is None else (*net, f"{self.experts.shared}_gate")
 
     @property
     def unquantized(self) -> tuple[str, ...]:
         """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as entries of compressed-tensors' `ignore`."""
-        router = () if self.experts is None else (rf"re:.*{self.experts.module}\.{self.experts.router}$",)
-        return (*router, *(rf"re:.*{self.delta_net}\.{name}$" for name in self.dense_linears))
+        router = () if self.experts is None else (rf"{self.experts.module}\.{self.experts.router}",)
+        parent = {name: self.delta_net if name in DELTA_NET else "mlp" for name in self.dense_linears}
+        return tuple(f"re:.*{name}$" for name in (*router, *(rf"{parent[name]}\.{name}" for name in parent)))
 
     def is_four_bits(self, weight: str) -> bool:
         """Whether a 4-bit checkpoint stores a weight of this name in 4 bits, if it has no stacks of experts."""
@@ -159,7 +167,7 @@ class Family:
         return frozenset(index for index, kind in enumerate(config.layer_types) if kind == "full_attention")
 
     def mlp_widths(self, config: Any) -> tuple[int, int]:
-        """Elements of a token's gates (or ups) in one layer of a transformers config, and its experts, 0 for none."""
+        """Elements of a token's gates (or ups) in one layer, without a shared expert's, and its experts, 0 for none."""
         if self.experts is None:
             return int(config.intermediate_size), 0
         top_k = int(getattr(config, self.experts.top_k))
@@ -175,6 +183,22 @@ _gemma = partial(
     normed_outputs=True,
     embedding_scale="embed_scale",
     window=lambda attention: attention.sliding_window,
+)
+_qwen3_5 = partial(  # the text models of Qwen3.5, 3.6 and 3.8
+    Family,
+    projections=(*PROJECTIONS, *DELTA_NET),
+    norm_offset=1.0,
+    float32_norms=True,
+    norm_eps="eps",
+    gated_attention=True,
+    delta_net="linear_attn",
+    assumed={
+        "attn_output_gate": (True,),
+        "output_gate_type": ("silu", "swish"),
+        "mamba_ssm_dtype": ("float32",),
+        "hidden_act": ("silu",),
+        "norm_topk_prob": (True,),
+    },
 )
 
 FAMILIES = (
@@ -243,21 +267,11 @@ FAMILIES = (
             "layer_types": [("sliding_attention", "full_attention")[i % 2] for i in range(config.num_hidden_layers)],
         },
     ),
-    Family(  # the text models of Qwen3.5, 3.6 and 3.8
-        "qwen3_5_text",
-        "Qwen3_5",
-        projections=(*PROJECTIONS, *DELTA_NET),
-        norm_offset=1.0,
-        float32_norms=True,
-        norm_eps="eps",
-        gated_attention=True,
-        delta_net="linear_attn",
-        assumed={
-            "attn_output_gate": (True,),
-            "output_gate_type": ("silu", "swish"),
-            "mamba_ssm_dtype": ("float32",),
-            "hidden_act": ("silu",),
-        },
+    _qwen3_5("qwen3_5_text", "Qwen3_5"),
+    _qwen3_5(  # Qwen3.5-35B-A3B and its like
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        experts=Experts(published_in_stacks=True, softmax_after_topk=True, shared="shared_expert"),
     ),
     Family(  # Qwen3-30B-A3B and its like
         "qwen3_moe",
@@ -269,9 +283,7 @@ FAMILIES = (
     ),
 )
 
-_DELTA_NETS = "gated delta nets whose linears are fused otherwise than Qwen3.5's"
-_MIXTURE = "a shared expert beside its mixture, which the update does not compute"
-NOT_COMPUTED: Mapping[str, str] = {"qwen3_next": _DELTA_NETS, "qwen3_5_moe": _MIXTURE, "qwen3_5_moe_text": _MIXTURE}
+NOT_COMPUTED: Mapping[str, str] = {"qwen3_next": "gated delta nets whose linears are fused otherwise than Qwen3.5's"}
 """By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
 
 
@@ -377,7 +389,8 @@ def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: 
     Raises:
         UserError: A tensor of `names` is such a stack.
     """
-    if not has_experts(config) or stores_stacks(config):
+    experts = _experts(config)
+    if experts is None or experts.stored_in_stacks or experts.published_in_stacks:
         return
     stack = next((name for name in names if re.search(r"\.experts\.\D", name)), None)
     if stack is not None:

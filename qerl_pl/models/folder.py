@@ -1,6 +1,7 @@
 """A base model's folder: its config, tensors and tokenizer, and a writer of such folders."""
 
 import copy
+import itertools
 import json
 import math
 import shutil
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
-from qerl_pl.models.families import find_family
+from qerl_pl.models.families import DOWN, GATE_UP, find_family
 
 QUANTIZATION_REPORT = "quantization_report.json"
 """File of a quantized checkpoint with the error of each matrix."""
@@ -192,8 +193,9 @@ def _dequantize_fp8(name: str, weight: Tensor, scale: Tensor, rows: int) -> Tens
 class TensorFiles:
     """Tensors of a model folder by name, read one at a time; of a model of text and images those of the text model.
 
-    NVFP4 linears of ModelOpt have the names and the global scale that compressed-tensors gives them. Weights in FP8,
-    of both, are read in float32, and their scales are no tensors.
+    NVFP4 linears of ModelOpt have the names and the global scale that compressed-tensors gives them; experts that a
+    family publishes in stacks have the names of experts that are stored one by one. Weights in FP8, of both, are read
+    in float32, and their scales are no tensors.
 
     Args:
         folder: Of the model.
@@ -210,6 +212,29 @@ class TensorFiles:
         self._files = {name: files[stored] for name, stored in self._stored.items()}
         self.skipped = sorted(files.keys() - {*self._stored.values(), *self._scales.values()})
         """Stored names of tensors that are no part of the text model."""
+        self._parts: dict[str, tuple[int, int, int]] = {}
+        """Of tensors that are part of a stack: expert, first row, and the row after the last."""
+        config = read_config(folder)
+        family = find_family((config.get("text_config") or config).get("model_type"))
+        if family is not None and family.experts is not None and family.experts.published_in_stacks:
+            self._unstack()
+
+    def _unstack(self) -> None:
+        """Give each expert of a stack names of its own: gates are above ups."""
+        for stack in [name for name in self._stored if name.endswith((f".experts.{GATE_UP}", f".experts.{DOWN}"))]:
+            stored, file_name = self._stored[stack], self._files[stack]
+            with _open(self._folder / file_name) as file:
+                shape = file.get_slice(stored).get_shape()
+            if len(shape) != 3:
+                continue
+            del self._stored[stack], self._files[stack]
+            stem, _, matrix = stack.rpartition(".")
+            members = (DOWN,) if matrix == DOWN else ("gate_proj", "up_proj")
+            size = shape[1] // len(members)
+            for expert, (index, member) in itertools.product(range(shape[0]), enumerate(members)):
+                name = f"{stem}.{expert}.{member}.weight"
+                self._stored[name], self._files[name] = stored, file_name
+                self._parts[name] = expert, index * size, (index + 1) * size
 
     @property
     def fp8(self) -> Collection[str]:
@@ -232,14 +257,17 @@ class TensorFiles:
         shapes: dict[str, tuple[int, ...]] = {}
         for file_name in sorted(set(self._files.values())):
             with _open(self._folder / file_name) as file:
-                here = file.keys()
-                names = _packed_names(_text_names([*self._stored.values(), *here]))
-                shapes |= {names[name]: tuple(file.get_slice(name).get_shape()) for name in here if name in names}
-        if missing := sorted(self._files.keys() - shapes):
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        if missing := sorted(name for name, stored in self._stored.items() if stored not in shapes):
             raise UserError(
                 f"weight files must hold what their index says; {self._folder} lacks {missing[0]}: download it again"
             )
-        return {name: shapes[name] for name in self._files}
+        return {name: self._shape(name, shapes[stored]) for name, stored in self._stored.items()}
+
+    def _shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """That of a tensor, from that of the stored one."""
+        _, start, stop = self._parts.get(name, (0, 0, 0))
+        return (stop - start, *stored[2:]) if stop else stored
 
     def read(self, name: str) -> Tensor:
         """Tensor `name`, on the CPU, in its stored data type.
@@ -270,14 +298,19 @@ class TensorFiles:
 
     def _read(self, file: Any, name: str) -> Tensor:
         stored = self._stored[name]
-        tensor = self._read_stored(file, stored)
+        tensor = self._read_stored(file, name, stored)
         if name not in self._scales:
             return tensor
         with _open(self._folder / self._scale_files[name]) as other:
             scale = other.get_tensor(self._scales[name])
         return _dequantize_fp8(name, tensor, scale, file.get_slice(stored).get_shape()[0])
 
-    def _read_stored(self, file: Any, stored: str) -> Tensor:
+    def _read_stored(self, file: Any, name: str, stored: str) -> Tensor:
+        if name in self._parts:
+            expert, start, stop = self._parts[name]
+            stop = stop if self._rows is None else min(stop, start + self._rows)
+            with torch.device("cpu"):  # slices are made on the default device
+                return file.get_slice(stored)[expert : expert + 1, start:stop][0]
         dims = 0 if self._rows is None else len(file.get_slice(stored).get_shape())
         if dims < 2:
             tensor: Tensor = file.get_tensor(stored)

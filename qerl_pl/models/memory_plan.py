@@ -70,7 +70,7 @@ def _saved_bytes(shape: Shape, batch: MicroBatch) -> int:
         if size == 2 and _takes_flash(shape):  # attention's result and log-sum-exp
             attention += shape.q_dim + 2 * shape.heads
         products = shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.intermediate_size)
-        products += shape.hidden if shape.normed_outputs else 0
+        products += shape.hidden if shape.normed_outputs or shape.shared_size else 0  # a second last linear
         mixers = (shape.layers - shape.delta_layers) * attention
         if shape.delta is not None:
             mixers += shape.delta_layers * (shape.delta.mixed + shape.delta.values + 2 * shape.delta.heads)
@@ -308,8 +308,8 @@ def run_memory(plan: RunPlan) -> RunMemory:
     cuda = {CONTEXT: CUDA_CONTEXT_GIB * GIB}
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
     if plan.merges and batch.rank:
-        adapted = shape.linear_weights - (shape.mlp_weights if shape.experts else 0)
-        kv["engine: merged copies"] = float(size * adapted)
+        mlp = 3 * shape.layers * shape.hidden * shape.shared_size if shape.experts else shape.mlp_weights
+        kv["engine: merged copies"] = float(size * (shape.attention_weights + mlp))
     buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
     prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
     rollout = {**held, **kv, **prefill, **buffers, **cuda}  # the gradients are freed before it

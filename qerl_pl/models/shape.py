@@ -69,7 +69,8 @@ class Shape:
 
     hidden: int
     intermediate_size: int
-    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together."""
+    """Elements of a token's gates (or ups) in a layer: of a mixture, of the experts that it is given to, together, and
+    of the shared expert."""
     layers: int
     heads: int
     q_dim: int
@@ -107,6 +108,8 @@ class Shape:
     """Of the layers with full attention alone, where their heads are not those of the others."""
     full_layers: tuple[int, ...] = ()
     """Indices of these layers."""
+    shared_size: int = 0
+    """Elements of a token's gates (or ups) in the shared expert of a mixture; 0 where there is none."""
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
@@ -134,11 +137,14 @@ class Shape:
         heads, family = config.num_attention_heads, family_of(config.model_type)
         size = getattr(layer, "head_dim", None) or config.hidden_size // heads
         intermediate_size, top_k = family.mlp_widths(config)
+        experts, shared_size = family.experts, 0
+        if experts is not None and experts.shared is not None:
+            shared_size = getattr(config, f"{experts.shared}_intermediate_size")
         window, kinds = getattr(config, "sliding_window", None) or 0, getattr(config, "layer_types", None)
         window_layers = config.num_hidden_layers if kinds is None else kinds.count("sliding_attention")
         return cls(
             hidden=config.hidden_size,
-            intermediate_size=intermediate_size,
+            intermediate_size=intermediate_size + shared_size,
             layers=config.num_hidden_layers,
             heads=heads,
             q_dim=heads * size,
@@ -146,9 +152,9 @@ class Shape:
             vocabulary=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
             head_norms=family.head_norms,
-            experts=0 if family.experts is None else getattr(config, family.experts.count),
+            experts=0 if experts is None else getattr(config, experts.count),
             top_k=top_k,
-            dense_attention=family.experts is not None and family.experts.stored_in_stacks,
+            dense_attention=experts is not None and experts.stored_in_stacks,
             soft_capped=family.score_cap is not None and getattr(config, family.score_cap) is not None,
             normed_outputs=family.normed_outputs,
             window=window,
@@ -156,6 +162,7 @@ class Shape:
             gated=family.gated_attention,
             value_norm=family.value_norm,
             delta=None if family.delta_net is None else DeltaNets.of(config),
+            shared_size=shared_size,
         )
 
     @property
@@ -172,10 +179,12 @@ class Shape:
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of a layer's projections; fused ones as their parts, the chosen experts' as one of their width."""
+        """(out, in) of a layer's projections; fused ones as their parts, of a mixture those of the shared expert or, if
+        it has none, the chosen experts' as one of their width."""
         queries, keys = ((1 + self.gated) * self.q_dim, self.hidden), (self.kv_dim, self.hidden)
-        mlp = (self.intermediate_size, self.hidden)
-        sizes = (queries, keys, keys, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, self.intermediate_size))
+        width = self.shared_size or self.intermediate_size
+        mlp = (width, self.hidden)
+        sizes = (queries, keys, keys, (self.hidden, self.q_dim), mlp, mlp, (self.hidden, width))
         linears = dict(zip(PROJECTIONS, sizes, strict=True))
         if not self.has_v:
             del linears["v_proj"]
@@ -208,8 +217,9 @@ class Shape:
     @property
     def mlp_weights(self) -> int:
         """Of all layers' MLPs, or of all experts."""
-        mlp = self._weights(PROJECTIONS[4:])
-        return self.layers * (mlp // self.top_k * self.experts if self.experts else mlp)
+        routed = self.intermediate_size - self.shared_size
+        width = self.shared_size + (routed // self.top_k * self.experts if self.experts else routed)
+        return self.layers * 3 * self.hidden * width
 
     def base_bytes(self, quantization: str, dtype: torch.dtype) -> float:
         """Bytes of a base in a format, embeddings and what stays in 16 bits as `dtype`."""
@@ -278,6 +288,8 @@ class Shape:
         return total
 
     def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[str], ...]:
+        if self.shared_size:  # its linears stand for the MLP's
+            targets = [target.replace("shared_expert.", "") for target in targets]
         without_v = () if self.full is None or self.full.has_v else self.full_layers
         return _adapted(self.layers, tuple(targets), () if self.delta is None else self.delta.layers, without_v)
 

@@ -94,7 +94,7 @@ class ActivationCheckpointing:
     ) -> None:
         self._base, self._has_dropout, self._dtype, self._enabled = base, has_dropout, dtype, False
         self._reference = reference
-        can_tile = not has_dropout and any(isinstance(module, GatedMLP) for module in base.modules())
+        can_tile = not has_dropout and any(type(module) is GatedMLP for module in base.modules())
         self.candidates = candidate_settings(requested, mlp_tile_tokens, can_tile)
         """Settings to choose from."""
         self._is_named_by_tiles = mlp_tile_tokens == "auto"

@@ -20,8 +20,23 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import BIASES, BaseFormat, StoredExperts
 from qerl_pl.models.families import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.models.folder import TensorFiles
-from qerl_pl.policy.lora import parameter_name
-from qerl_pl.policy.packed_layers import ACTIVATIONS
+from qerl_pl.policy.delta_net import PackedDeltaNet
+from qerl_pl.policy.lora import parameter_name, shared_input_linears
+from qerl_pl.policy.packed_layers import ACTIVATIONS, GatedMLP, PackedAttention
+
+
+class SharedExpert(GatedMLP):
+    """The MLP of a mixture that all tokens are given to; never in tiles.
+
+    Its factor is multiplied before down, whose product is an addend of the layer's result then: no gradient needs it.
+    """
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Tensor:
+        """x [tokens, hidden] and a factor of the result [tokens, 1] -> as x."""
+        product = self._activation(*shared_input_linears(self.shared_input, x))
+        with last_addend():
+            result: Tensor = self.down_proj(product if factor is None else product * factor)
+        return result
 
 
 class PackedExperts(nn.Module):
@@ -50,6 +65,10 @@ class PackedExperts(nn.Module):
         super().__init__()
         self._experts = experts
         self.add_module(experts.router, block.get_submodule(experts.router))
+        if experts.shared is not None:
+            self.add_module(experts.shared, SharedExpert(block.get_submodule(experts.shared), activation))
+            gate = dict(block.get_submodule(f"{experts.shared}_gate").named_parameters())
+            self.add_module(f"{experts.shared}_gate", nn.ParameterDict(gate))  # takes no adapter
         self._gate_up, self._down, self._activation = weights[GATE_UP], weights[DOWN], activation
         self.replayed: Tensor | None = None
         """Experts of the tokens of the next forward pass, int64 [S, k], -1 where the router selects."""
@@ -68,6 +87,9 @@ class PackedExperts(nn.Module):
         interleaved = self._experts.stored_in_stacks
         with last_addend():
             out = mixture_of_experts(x, topk_weights, topk_ids, *weights, self._activation, biases, interleaved)
+        if (shared := self._experts.shared) is not None:
+            gate = functional.linear(x, self.get_parameter(f"{shared}_gate.weight"))
+            out = out + self.get_submodule(shared)(x, gate.sigmoid())
         out = out.view_as(hidden_states)
         return (out, topk_weights) if self._experts.returns_topk_weights else out
 
@@ -76,7 +98,7 @@ class PackedExperts(nn.Module):
         router: Any = self.get_submodule(self._experts.router)
         weight = router.get_parameter("weight")
         if self._experts.softmax_after_topk:
-            scores = functional.linear(x, weight, router.get_parameter("bias"))
+            scores = functional.linear(x, weight, dict(router.named_parameters()).get("bias"))
             topk_ids = self._replayed(scores.topk(router.top_k, dim=-1).indices)
             return scores.gather(-1, topk_ids).softmax(-1, dtype=torch.float32), topk_ids
         probabilities = functional.linear(x, weight).softmax(-1, dtype=torch.float32)
@@ -92,16 +114,17 @@ class PackedExperts(nn.Module):
 
 
 def attach_routing_replay(model: nn.Module) -> None:
-    """Set each mixture's replayed experts by a hook of its layer's attention, which is called with the `Packing`.
+    """Set each mixture's replayed experts by a hook of its layer's attention, which is called with the `Packing`, or of
+    its gated delta net.
 
-    A hook of the attention runs whenever the layer is recomputed, one of the layer itself does not with all releases of
-    transformers. Call it after `use_packed_attention`.
+    Such a hook runs whenever the layer is recomputed, one of the layer itself does not with all releases of
+    transformers. Call it after `use_packed_attention` and `use_packed_delta_nets`.
     """
     for name, experts in model.named_modules():
         if isinstance(experts, PackedExperts):
-            layer = model.get_submodule(name.rpartition(".")[0])
-            attention = layer.get_submodule("self_attn")
-            attention.register_forward_pre_hook(partial(_set_replayed, experts, _layer_index(name)), with_kwargs=True)
+            parts = model.get_submodule(name.rpartition(".")[0]).children()
+            mixer = next(part for part in parts if isinstance(part, PackedAttention | PackedDeltaNet))
+            mixer.register_forward_pre_hook(partial(_set_replayed, experts, _layer_index(name)), with_kwargs=True)
 
 
 def _layer_index(name: str) -> int:

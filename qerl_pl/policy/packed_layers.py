@@ -341,7 +341,7 @@ def tile_mlps(model: nn.Module, tokens: int | None) -> None:
     Raises:
         UserError: The model has none.
     """
-    mlps = [module for module in model.modules() if isinstance(module, GatedMLP)]
+    mlps = [module for module in model.modules() if type(module) is GatedMLP]  # shared experts are another class
     if tokens is not None and not mlps:
         raise UserError(
             f"tiles need MLPs of gate, up and down; the model has none (its layers are mixtures of experts, or their "

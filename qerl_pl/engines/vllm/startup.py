@@ -83,12 +83,12 @@ def register_architecture(config: Mapping[str, Any], device: torch.device) -> No
     names, family = config.get("architectures") or (), find_family(config.get("model_type"))
     has_delta_nets = family is not None and family.delta_net is not None
     if has_delta_nets and not set(names) & set(ModelRegistry.models):
-        if names != ["Qwen3_5ForCausalLM"] or importlib.util.find_spec(f"{_MODELS}.qwen3_5") is None:
+        if names not in _TEXT_MODELS or importlib.util.find_spec(f"{_MODELS}.qwen3_5") is None:
             raise UserError(
                 f"vLLM must have a class of the text model; {vllm.__version__} has none of {', '.join(names)}: install "
                 "vllm 0.25.1 or 0.30, or use TransformersEngine"
             )
-        ModelRegistry.register_model(names[0], text_model())
+        ModelRegistry.register_model(names[0], text_model(names[0]))
     for name in names:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
@@ -97,17 +97,19 @@ def register_architecture(config: Mapping[str, Any], device: torch.device) -> No
 
 
 _MODELS = "vllm.model_executor.models"
+_TEXT_MODELS = ["Qwen3_5ForCausalLM"], ["Qwen3_5MoeForCausalLM"]
+"""Of Qwen3.5, as config.json has them."""
 
 
-def text_model() -> type:
-    """Qwen3.5's text model for the registry of vLLM 0.25, which has it inside the multimodal model alone.
+def text_model(name: str) -> type:
+    """A text model of Qwen3.5 for the registry of vLLM 0.25, which has it inside the multimodal model alone.
 
     It computes the same, but does not say that its layers have states: the multimodal class does.
     """
     from vllm.model_executor.models.interfaces import IsHybrid
 
     module = importlib.import_module(f"{_MODELS}.qwen3_5")
-    text, multimodal = module.Qwen3_5ForCausalLM, module.Qwen3_5ForConditionalGeneration
+    text, multimodal = getattr(module, name), module.Qwen3_5ForConditionalGeneration
     parts = ("state_dtype_from_config", "state_shape_from_config", "state_copy_func")
     states = {f"get_mamba_{part}": vars(multimodal)[f"get_mamba_{part}"] for part in parts}
     return type(text.__name__, (text, IsHybrid), {"__module__": __name__, **states})
