@@ -221,7 +221,7 @@ def from_adapter(base: Path, adapter: Path, run: Path) -> dict[str, Any]:
     return settings
 
 
-def test_a_run_refuses_another_start_and_is_exported_without_its_own(
+def test_a_run_resumes_refuses_another_start_and_is_exported_without_its_own(
     tiny_policy_dir: Path, taught: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own, other = (shutil.copytree(taught, tmp_path / name) for name in ("own", "other"))
@@ -234,11 +234,17 @@ def test_a_run_refuses_another_start_and_is_exported_without_its_own(
         shape = [] if start != "null" else ["--model.policy.lora.rank=4", "--model.policy.lora.alpha=8"]
         status, output = fit(settings, "--resume", "auto", "--model.policy.adapter", start, *shape)
         assert status == 2 and "a run keeps the adapter that it started from" in output, output
+    adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
+    expected = load_file(adapter)
+    adapter.unlink()
+    (tmp_path / "run" / "checkpoints" / "step=4.end.ckpt").unlink()
+    status, output = fit(settings, "--resume", "auto")  # from the third rollout
+    assert status == 0 and "resuming from" in output, output
     shutil.rmtree(own)  # an export needs the checkpoint alone
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
     assert "rank 4" in capsys.readouterr().out
-    expected, exported = (load_file(tmp_path / at / "adapter_model.safetensors") for at in ("run/adapter", "exported"))
-    assert all(torch.equal(expected[name], exported[name]) for name in expected)
+    for found in (load_file(adapter), load_file(tmp_path / "exported" / "adapter_model.safetensors")):
+        assert found.keys() == expected.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def test_two_ranks_start_from_the_same_adapter(tiny_policy_dir: Path, taught: Path, tmp_path: Path) -> None:
