@@ -96,7 +96,8 @@ def test_all_linear_adapts_what_it_does_in_peft(name: str, tmp_path: Path) -> No
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"), low_cpu_mem_usage=True)
     spec = PolicyConfig(path=str(tmp_path), lora=LoraConfig(targets="all-linear")).lora_spec
     assert spec == PolicyConfig(path=str(tmp_path)).lora_spec and spec is not None
-    assert {target.rpartition(".")[2] for target in adapted.targeted_module_names} == set(spec.targets)
+    adaptable = {target.rpartition(".")[2] for target in adapted.targeted_module_names}
+    assert adaptable - {"shared_expert_gate"} == set(spec.targets)  # whose weight has a single row
 
 
 def test_all_linear_is_compared_with_the_adapter_that_training_starts_from(tmp_path: Path) -> None:

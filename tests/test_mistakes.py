@@ -31,7 +31,7 @@ def complaint(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     error = capsys.readouterr().err
     lines = [line for line in error.splitlines() if line.startswith("qerl: ")]
     assert len(lines) == 1 and error.endswith(lines[0] + "\n") and "Traceback" not in error
-    assert len(lines[0]) < 330
+    assert len(lines[0]) < 360
     return lines[0]
 
 

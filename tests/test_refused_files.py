@@ -272,7 +272,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "another version's": (yaml.safe_dump({"model": {"policy": POLICY | {"shape": 1}}}), "not accept option 'shape'"),
     "a rank that is none": (
         yaml.safe_dump({"model": {"policy": POLICY | {"lora": {"rank": "x"}}}}),
-        "rank takes a whole.*got x;",
+        "policy.lora.rank does not take x;",
     ),
 }
 
