@@ -264,7 +264,7 @@ def test_a_choice_is_taken_over_and_a_configuration_stays(tiny_policy_dir: Path)
         assert (other.mode, other.chosen) == ((True, False) if state is None else (False, True))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.nightly), 0.5])
 def test_memory_that_runs_out_costs_a_step_down_and_no_bit(
     tiny_policy_dir: Path, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

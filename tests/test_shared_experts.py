@@ -4,10 +4,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_families
 import torch
 from live_bytes import LiveBytes
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
@@ -19,7 +21,6 @@ from test_families import (
     every_linear,
     policy_of,
     spec_of,
-    test_a_run_is_killed_goes_on_bit_for_bit_and_exports,
     test_gradients_are_those_of_a_plain_model_without_dropout,
     test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do,
     test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized_linears,
@@ -43,7 +44,6 @@ from qerl_pl.policy.experts import PackedExperts, SharedExpert
 from qerl_pl.policy.lora import FrozenLinear
 
 __all__ = [  # of every family; the fixtures below give them this one
-    "test_a_run_is_killed_goes_on_bit_for_bit_and_exports",
     "test_gradients_are_those_of_a_plain_model_without_dropout",
     "test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do",
     "test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized_linears",
@@ -52,6 +52,12 @@ __all__ = [  # of every family; the fixtures below give them this one
     "triton",
 ]
 MLP = "model.layers.0.mlp"
+
+
+@pytest.mark.nightly
+@wraps(test_families.test_a_run_is_killed_goes_on_bit_for_bit_and_exports)
+def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(**given: Any) -> None:
+    test_families.test_a_run_is_killed_goes_on_bit_for_bit_and_exports(**given)
 
 
 @pytest.fixture(scope="module")
