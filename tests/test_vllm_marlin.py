@@ -230,6 +230,18 @@ def test_rows_of_a_16_bit_linear_are_shared_in_place() -> None:
     assert keys.data_ptr() == layer.weight[48:].data_ptr() and torch.equal(keys, layer.weight[48:])
 
 
+def test_a_convolution_is_neither_shared_nor_merged_and_stands_in_no_ones_way() -> None:
+    layer = dense_linear()
+    layer.weight = nn.Parameter(torch.zeros(ROWS, 1, 4), requires_grad=False)  # of a gated delta net
+    other = dense_linear()
+    other.quant_method = Method()
+    linears = {"a.conv1d": (layer, [("a.conv1d", 0, ROWS)]), "a.o_proj": (other, [("a.o_proj", 0, ROWS)])}
+    assert shared_rows(*linears["a.conv1d"]) == {}
+    lora = {"a.o_proj": (torch.zeros(1, COLUMNS), torch.zeros(ROWS, 1))}
+    assert len(attach_merged(linears, lora, 0, torch.bfloat16, nullcontext())) == 1
+    assert not hasattr(layer, "qerl_merged")
+
+
 @pytest.mark.parametrize("kind", ["padded in 4 bits", "padded in 16 bits", "repacked", "other codes"])
 def test_what_the_trainer_cannot_read_is_not_shared(kind: str) -> None:
     layer = linear(False) if kind == "padded in 4 bits" else dense_linear()

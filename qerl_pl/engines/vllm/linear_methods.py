@@ -142,13 +142,15 @@ def shared_rows(linear: Any, slices: Sequence[FusedSlice]) -> Mapping[str, Froze
         slices: All its slices.
 
     Returns:
-        None where its weight cannot be shared: it is padded, in another layout, or one of Marlin's tiles has rows of
-        two slices.
+        Empty for a convolution, which vLLM has as a linear; None where its weight cannot be shared: it is padded, in
+        another layout, or one of Marlin's tiles has rows of two slices.
     """
     if weight_map.is_nf4(linear):
         return weight_map.shared_rows(linear, slices)
     if getattr(linear, "weight_scale", None) is None:
         held, shape = linear.weight.data, (linear.output_size_per_partition, linear.input_size_per_partition)
+        if held.dim() > 2:
+            return {}
         if held.shape != shape or not held.is_floating_point():
             return None
         return {name: DenseWeight(held[start:stop]) for name, start, stop in slices}

@@ -147,7 +147,7 @@ def fill(linears: Iterable[tuple[Any, Sequence[FusedSlice]]], folder: Path) -> N
     """
     tensors = TensorFiles(folder)
     for linear, slices in linears:
-        for name, start, stop in slices:
+        for name, start, stop in slices if linear.weight.dim() == 2 else ():  # a convolution has three
             linear.weight.data[start:stop] = tensors.read(f"{name}.weight")
 
 
