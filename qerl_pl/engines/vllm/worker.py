@@ -209,7 +209,7 @@ class PolicyWorker(Worker):
         )
 
     def qerl_shared_weights(self) -> SharedWeights | None:
-        """The 4-bit linears and experts by name in the base model, embeddings and lm_head; None where one cannot be.
+        """Linears and 4-bit experts by name in the base model, embeddings and lm_head; None where one cannot be.
 
         Raises:
             UserError: As `fused_experts.shared_experts`.
