@@ -396,7 +396,7 @@ def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(ids).logits
     assert (adapted - before).abs().max() > 0.05
     # Merged weights are bfloat16, by which a token of a mixture may go to another expert: the mean, not the largest.
-    assert (merged - adapted).abs().mean() < 0.2 * (adapted - before).abs().mean()
+    assert (merged - adapted).abs().mean() < 0.3 * (adapted - before).abs().mean()
 
 
 def test_an_unknown_family_is_refused_before_anything_is_made(tmp_path: Path) -> None:
