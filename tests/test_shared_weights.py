@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from bitsandbytes import functional
 from qerl_kernels import DenseWeight, FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, StackedWeight
 from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_families import write_checkpoint
 from torch import Tensor
 
@@ -166,6 +167,15 @@ def test_a_shared_16_bit_base_is_the_checkpoints_and_no_parameter_of_the_trainer
     assert torch.equal(one, other)
     names = {name for name, _ in own.named_parameters()} - {name for name, _ in shared.named_parameters()}
     assert names == {f"{name}.weight" for name in QKV}
+
+
+def test_a_weight_in_16_bits_beside_the_same_in_4_bits_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(bases["nvfp4"], tmp_path / "both")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {f"{QKV[0]}.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
+    for shared in (None, shared_of(bases["nvfp4"])):
+        with pytest.raises(UserError, match=f"lacks {QKV[0]}.weight_scale"):  # the names are another layout's
+            load_base(folder, torch.float32, torch.device("cpu"), shared)
 
 
 def test_slices_in_each_others_place_are_refused_at_the_start(bases: dict[str, Path]) -> None:

@@ -62,8 +62,9 @@ def load_base(
     linears = _use_frozen_linears(model, base_format, tensors, device, shared.linears)
     state = {**_dense_output_layer(base_format, tensors, dtype, device), **shared.tensors, **experts, **linears}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
-    loaded = {name for linear in frozen for name in (*base_format.tensor_names(linear), f"{linear}.weight")}
-    loaded |= state.keys() | loaded_experts
+    stored = {linear: base_format.tensor_names(linear) for linear in frozen}
+    loaded = {name for names in stored.values() for name in names} | state.keys() | loaded_experts
+    loaded |= {f"{linear}.weight" for linear in shared.linears if not any(name in tensors for name in stored[linear])}
     loaded |= {*base_format.tensor_names(OUTPUT_LAYER)} if base_format.reads_mixed else set()
     # Old Llama files store inv_freq, which the model computes from its config.
     skipped = (".inv_freq", *(f".{suffix}" for suffix in base_format.dropped))
