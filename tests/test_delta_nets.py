@@ -5,7 +5,6 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from test_families import (
     changed,
     completions_of,
     every_linear,
+    fixtures_of,
     policy_of,
     spec_of,
     test_a_run_is_killed_goes_on_bit_for_bit_and_exports,
@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from benchmarks.random_model import noisy_norms
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
-from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
+from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm import weight_map
 from qerl_pl.engines.vllm.startup import position_overrides
 from qerl_pl.errors import UserError
@@ -74,33 +74,7 @@ KEPT = ("A_log", "dt_bias", "conv1d.weight", "norm.weight")
 """Tensors of a gated delta net that no format rounds."""
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 16-bit checkpoint with a layer of each kind."""
-    return write_checkpoint("qwen3.5", tmp_path_factory.mktemp("family") / "qwen3.5")
-
-
-@pytest.fixture(scope="module")
-def base(source: Path) -> Path:
-    """The same in 4 bits."""
-    folder = source.with_name("qwen3.5-nvfp4")
-    quantize_checkpoint(source, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dense(base: Path) -> Path:
-    """What 4 bits left, in float32."""
-    return write_dense_checkpoint(base, base.with_name("qwen3.5-dense"), torch.float32)
-
-
-@pytest.fixture(scope="module")
-def sampled(base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
-    """A policy with a random adapter and changed norms, and an engine of its base: vLLM's CPU build has no float32."""
-    policy, engine = changed(policy_of(base, train_norms=True)), TransformersEngine()
-    engine.launch(spec_of(policy))
-    yield policy, engine
-    engine.close()
+source, base, dense, sampled = fixtures_of("qwen3.5")  # vLLM's CPU build has no float32 for it
 
 
 # The recurrence -------------------------------------------------------------------------------------------------------

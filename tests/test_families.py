@@ -367,6 +367,37 @@ def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(dens
     assert trainer_gap(Policy(source, config, CPU, seed=1).eval(), completions, NOISE) > 0.1  # the base's weights
 
 
+def fixtures_of(name: str) -> tuple[Any, Any, Any, Any]:
+    """The fixtures `source`, `base`, `dense` and `sampled` of one family, for a module with tests of its own."""
+
+    @pytest.fixture(scope="module")
+    def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A 16-bit checkpoint with a layer of each kind."""
+        return write_checkpoint(name, tmp_path_factory.mktemp("family") / name)
+
+    @pytest.fixture(scope="module")
+    def base(source: Path) -> Path:
+        """The same in 4 bits."""
+        folder = source.with_name(f"{name}-nvfp4")
+        quantize_checkpoint(source, folder)
+        return folder
+
+    @pytest.fixture(scope="module")
+    def dense(base: Path) -> Path:
+        """What 4 bits left, in float32."""
+        return write_dense_checkpoint(base, base.with_name(f"{name}-dense"), torch.float32)
+
+    @pytest.fixture(scope="module")
+    def sampled(base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
+        """A policy with a random adapter and changed norms, and an engine of its base."""
+        policy, engine = changed(policy_of(base, train_norms=True)), TransformersEngine()
+        engine.launch(spec_of(policy))
+        yield policy, engine
+        engine.close()
+
+    return source, base, dense, sampled
+
+
 @pytest.mark.usefixtures("process_state")
 def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

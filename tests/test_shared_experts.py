@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -17,10 +16,9 @@ from qerl_kernels.experts import GROUP_BYTES
 from safetensors.torch import load_file, save_file
 from test_delta_nets import ROWS, logprobs_of
 from test_families import (
-    changed,
     every_linear,
+    fixtures_of,
     policy_of,
-    spec_of,
     test_gradients_are_those_of_a_plain_model_without_dropout,
     test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do,
     test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized_linears,
@@ -32,9 +30,7 @@ from tiny_families import write_checkpoint, write_wrapped_qwen
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig
 
 from qerl_pl.cli.main import main
-from qerl_pl.engines import RolloutEngine, TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import read_config
 from qerl_pl.models.memory_plan import MicroBatch, activation_bytes
@@ -60,33 +56,7 @@ def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(**given: Any) -> None:
     test_families.test_a_run_is_killed_goes_on_bit_for_bit_and_exports(**given)
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 16-bit checkpoint with a layer of each kind."""
-    return write_checkpoint("qwen3.5-moe", tmp_path_factory.mktemp("family") / "qwen3.5-moe")
-
-
-@pytest.fixture(scope="module")
-def base(source: Path) -> Path:
-    """The same in 4 bits."""
-    folder = source.with_name("qwen3.5-moe-nvfp4")
-    quantize_checkpoint(source, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def dense(base: Path) -> Path:
-    """What 4 bits left, in float32."""
-    return write_dense_checkpoint(base, base.with_name("qwen3.5-moe-dense"), torch.float32)
-
-
-@pytest.fixture(scope="module")
-def sampled(base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
-    """A policy with a random adapter and changed norms, and an engine of its base."""
-    policy, engine = changed(policy_of(base, train_norms=True)), TransformersEngine()
-    engine.launch(spec_of(policy))
-    yield policy, engine
-    engine.close()
+source, base, dense, sampled = fixtures_of("qwen3.5-moe")
 
 
 @pytest.mark.parametrize("order", [(0,), (1, 2), (0, 1, 2), (2, 1, 0), (0, 0, 1)])
