@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.base import ContinuousEngine, generate_from
-from qerl_pl.engines.vllm.requests import BatchSource
+from qerl_pl.engines.vllm.requests import BatchSource, completion_of, processed_once
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
@@ -146,3 +149,40 @@ def test_waiting_requests_are_admitted_several_at_a_time() -> None:
     assert [key for key, _ in few.take(wait=True)] == [0]
     few.put(0, answers[0])
     assert [key for key, _ in few.take(wait=True)] == [1]
+
+
+def test_vllm_processes_a_request_once_with_all_its_tokens() -> None:
+    def output(name: str, token: int, finish: str | None = None, first: int | None = None) -> Any:
+        ids = np.array([[token if first is None else first, 99]])
+        logprobs = SimpleNamespace(logprob_token_ids=ids, logprobs=np.array([[-token / 4, -9.0]], dtype=np.float32))
+        return SimpleNamespace(request_id=name, new_token_ids=[token], new_logprobs=logprobs, finish_reason=finish)
+
+    calls: list[list[str]] = []
+
+    def process(outputs: Sequence[Any], timestamp: float = 0.0) -> Any:
+        assert timestamp == 1.5 and all(one.new_logprobs is None for one in outputs)
+        calls.append([one.request_id for one in outputs])
+        flat = [SimpleNamespace(token_ids=[], logprobs=[]) for _ in outputs]
+        found = [
+            SimpleNamespace(token_ids=one.new_token_ids, logprobs=lists, finish_reason=one.finish_reason)
+            for one, lists in zip(outputs, flat, strict=True)
+        ]
+        return SimpleNamespace(request_outputs=[SimpleNamespace(outputs=[one]) for one in found])
+
+    processor = type("Processor", (), {"process_outputs": staticmethod(process)})()
+    with processed_once(processor):
+        steps = [
+            [output("a", 1), output("b", 2)],
+            [output("a", 3), output("b", 4, "length")],
+            [output("a", 5, "stop"), output("b", 6), output("c", 7, "stop", first=8)],
+        ]
+        done = [processor.process_outputs(step, timestamp=1.5).request_outputs for step in steps]
+    assert calls == [[], ["b"], ["a", "c"]]
+    (b,), (a, c) = done[1:]
+    assert completion_of(b.outputs[0]) == Completion((2, 4), (-0.5, -1.0), "length")
+    assert completion_of(a.outputs[0]) == Completion((1, 3, 5), (-0.25, -0.75, -1.25), "stop")
+    with pytest.raises(RuntimeError, match="it gave others'"):
+        completion_of(c.outputs[0])
+    with processed_once(processor):  # nothing is left of b, which was not at its end
+        (again,) = processor.process_outputs([output("b", 4, "stop")], timestamp=1.5).request_outputs
+    assert again.outputs[0].token_ids == [4] and "process_outputs" not in vars(processor)

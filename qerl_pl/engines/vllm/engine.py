@@ -25,7 +25,7 @@ from qerl_pl.engines.base import (
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.merged import AdapterMode
-from qerl_pl.engines.vllm.requests import BatchSource, completion_of, request_params
+from qerl_pl.engines.vllm.requests import BatchSource, completion_of, processed_once, request_params
 from qerl_pl.engines.vllm.startup import (
     REPEATABLE,
     check_reads,
@@ -380,23 +380,24 @@ class VLLMEngine(RolloutEngine):
         if self._stale:
             self._call("qerl_merge")
             self._stale = False
-        engine, running = self._llm.llm_engine, dict[str, int]()
-        number = itertools.count()
+        engine, running, number = self._llm.llm_engine, dict[str, int](), itertools.count()
+        whole = not sampling.stop and not self._spec.record_routing
         try:
-            while True:
-                for key, request in source.take(wait=not running):
-                    check_requests([request], sampling, self._spec, self._has_tokenizer)
-                    (seed,) = request.seeds
-                    name, prompt = f"request-{next(number)}", {"prompt_token_ids": list(request.prompt_ids)}
-                    engine.add_request(name, prompt, request_params(sampling, seed, self._ends, request.max_tokens))
-                    running[name] = key
-                if not running:
-                    return
-                with self._without_compiler():
-                    outputs = engine.step()
-                for output in outputs:
-                    if output.finished:
-                        source.put(running.pop(output.request_id), self._completion(output))
+            with processed_once(engine.output_processor) if whole else nullcontext():
+                while True:
+                    for key, request in source.take(wait=not running):
+                        check_requests([request], sampling, self._spec, self._has_tokenizer)
+                        (seed,) = request.seeds
+                        name, prompt = f"request-{next(number)}", {"prompt_token_ids": list(request.prompt_ids)}
+                        engine.add_request(name, prompt, request_params(sampling, seed, self._ends, request.max_tokens))
+                        running[name] = key
+                    if not running:
+                        return
+                    with self._without_compiler():
+                        outputs = engine.step()
+                    for output in outputs:
+                        if output.finished:
+                            source.put(running.pop(output.request_id), self._completion(output))
         finally:
             if running:  # an error: the next sync needs an engine without requests
                 engine.abort_request(list(running))

@@ -1,6 +1,7 @@
 """A completion as vLLM is asked for it, and as it gives it back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -84,6 +85,47 @@ def request_params(sampling: SamplingConfig, seed: int, ends: Sequence[int], max
         )
     except (ValueError, VLLMValidationError) as error:
         raise UserError(f"vLLM refuses the sampling settings: {' '.join(str(error).split())}") from error
+
+
+@contextmanager
+def processed_once(processor: Any) -> Iterator[None]:
+    """Have vLLM's `OutputProcessor` process each request once, when it has finished, with all its tokens.
+
+    It takes 4 microseconds of Python for each token, a fifth of the host's time; a large batch waits for the host. What
+    is kept until then takes a quarter of that. Not for requests with stop strings, which it looks for in every token.
+
+    Args:
+        processor: Of vLLM's `LLMEngine`. All its requests give nothing before their end (`FINAL_ONLY`).
+    """
+    process, kept = processor.process_outputs, dict[str, tuple[list[int], list[int], list[float]]]()
+
+    def of_finished(outputs: Sequence[Any], *args: Any, **settings: Any) -> Any:
+        finished = []
+        for output in outputs:
+            found = kept.get(output.request_id)
+            if found is None:
+                found = kept[output.request_id] = ([], [], [])
+            tokens, logprob_ids, logprobs = found
+            tokens += output.new_token_ids
+            if output.new_logprobs is not None:  # the sampled token comes first
+                logprob_ids += output.new_logprobs.logprob_token_ids[:, 0].tolist()
+                logprobs += output.new_logprobs.logprobs[:, 0].tolist()
+            if output.finish_reason is not None:
+                output.new_token_ids, output.new_logprobs = tokens, None
+                finished.append(output)
+        processed = process(finished, *args, **settings)
+        for output, request in zip(finished, processed.request_outputs, strict=True):
+            _, logprob_ids, logprobs = kept.pop(output.request_id)
+            flat = request.outputs[0].logprobs
+            flat.token_ids += logprob_ids
+            flat.logprobs += logprobs
+        return processed
+
+    processor.process_outputs = of_finished
+    try:
+        yield
+    finally:
+        del processor.process_outputs
 
 
 def completion_of(output: Any, prompt_length: int | None = None) -> Completion:
