@@ -1,4 +1,4 @@
-"""What Triton and its ptxas make of the decode GEMM for a Hopper GPU; no GPU is needed to compile."""
+"""What Triton and its ptxas make of the decode GEMM, for Hopper and other GPUs; no GPU is needed to compile."""
 
 import functools
 import os
@@ -12,12 +12,12 @@ COMPILE = """
 import subprocess, sys, tempfile
 from pathlib import Path
 import triton
-from qerl_kernels.decode_gemm_schedule import BLOCK, best_tile, schedule
+from qerl_kernels.decode_gemm_schedule import BLOCK, best_tile, schedule, tile_without_measurement
 from qerl_kernels.triton_decode_gemm import decode_gemm_reduce_kernel, reduce_registers, decode_gemm_stream_k_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-def compiled(kernel, constants, described=None, **options):
+def compiled(kernel, constants, arch, described=None, **options):
     types = dict.fromkeys(["x", "a", "b", "bias", "y"], "*bf16") | dict.fromkeys(["words", "scales"], "*i32")
     types |= dict.fromkeys(["partial", "hidden", "global_scale"], "*fp32") | dict.fromkeys(constants, "constexpr")
     types |= {name: f"tensordesc<bf16{shape}>" for name, shape in (described or {}).items()}
@@ -25,33 +25,36 @@ def compiled(kernel, constants, described=None, **options):
     even = {name for name, type in types.items() if "*" in type} | {"columns", "rows", "word_stride", "scale_stride"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in even}
     source = ASTSource(kernel, {name: types.get(name, "i32") for name in names}, constants, attributes)
-    options["launch_pdl"] = True
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    options["launch_pdl"] = arch >= 90
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
-def stream_k(tokens, rows, shared):
-    tile = best_tile(tokens, rows, 3584)
+def stream_k(tokens, rows, arch, shared):
+    tile = best_tile(tokens, rows, 3584) if arch == 90 else tile_without_measurement(tokens)
     constants = {"TOKENS": tile.tokens, "EXTRA": max(1, tile.extra_tokens), "CHUNK": tile.shrink_tokens}
     constants |= {"N_TILES": tile.n_tiles, "K_TILES": tile.k_tiles, "SPLIT": tile.warps // tile.n_tiles}
-    constants |= {"STAGES": tile.stages, "EVEN": True, "ON_GPU": True, "BIAS": False, "USE_TMA": tile.use_tma}
+    constants |= {"STAGES": tile.stages, "EVEN": True, "ARCH": arch, "BIAS": False, "USE_TMA": tile.use_tma}
     constants["DATA_PARALLEL"] = tile.data_parallel and not shared
     widths = {"x_tma": tile.tokens, "x_tma2": tile.extra_tokens}
     described = {name: [width, tile.columns] for name, width in widths.items() if tile.use_tma and width}
     constants |= {name: None for name in widths if name not in described}
-    return compiled(decode_gemm_stream_k_kernel, constants, described, num_warps=tile.warps, maxnreg=tile.registers)
+    options = {"num_warps": tile.warps, "maxnreg": tile.registers}
+    return compiled(decode_gemm_stream_k_kernel, constants, arch, described, **options)
 
-def reduce(tokens, rows):
-    plan = schedule(tokens, rows, 3584, 64, 132)
+def reduce(tokens, rows, arch):
+    plan = schedule(tokens, rows, 3584, 64, 132, None if arch == 90 else tile_without_measurement(tokens))
     width, chunk = plan.tile.width, plan.reduce_tokens
     constants = {"RANK": 32, "STARTS": (0, rows // 2), "PADDED": 32, "WIDTH": width, "CHUNK": chunk}
     constants |= {"BLOCK": BLOCK, "SPLITS": plan.splits, "SHRINK_SPLITS": plan.shrink_splits, "ROWS": plan.tile.rows}
-    constants |= {"COLUMNS": plan.tile.columns, "DATA_PARALLEL": plan.waves > 0, "BIAS": False, "ON_GPU": True}
+    constants |= {"COLUMNS": plan.tile.columns, "DATA_PARALLEL": plan.waves > 0, "BIAS": False, "ARCH": arch}
     ctas = rows // BLOCK * plan.token_blocks * width // chunk
-    return compiled(decode_gemm_reduce_kernel, constants, num_warps=8, maxnreg=reduce_registers(ctas, 132, width))
+    options = {"num_warps": 8, "maxnreg": reduce_registers(ctas, 132, width)}
+    return compiled(decode_gemm_reduce_kernel, constants, arch, **options)
 
 for case in sys.argv[1:]:
     shape, *kinds = case.split()
     tokens, rows = map(int, shape.split("x"))
-    one = reduce(tokens, rows) if "reduced" in kinds else stream_k(tokens, rows, "shared" in kinds)
+    (arch,) = [int(kind[3:]) for kind in kinds if kind.startswith("sm_")] or [90]
+    one = reduce(tokens, rows, arch) if "reduced" in kinds else stream_k(tokens, rows, arch, "shared" in kinds)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(one.asm["cubin"])
         file.flush()
@@ -65,6 +68,8 @@ CASES = [
     "192x37888 shared",
 ]
 REDUCED = [f"{tokens}x37888" for tokens in (8, 16, 32, 64, 128, 192, 384)]
+OTHERS = [f"{case} sm_{arch}" for arch in (80, 86, 89, 100, 120) for case in ("8x4608", "8x4608 reduced")]
+OTHERS += [f"32x4608 sm_{arch}" for arch in (80, 100, 120)]
 WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.16.M88.2": 2}
 
 
@@ -72,7 +77,7 @@ WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.
 def machine_code():
     """By case, (address, instruction without its predicate) of all that the kernel has."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    cases = [*CASES, *[f"{case} reduced" for case in REDUCED]]
+    cases = [*CASES, *[f"{case} reduced" for case in REDUCED], *OTHERS]
     run = [sys.executable, "-c", COMPILE, *cases]
     text = subprocess.run(run, check=True, capture_output=True, text=True, env=environment).stdout
     result = [part.partition(":") for part in text.split("case ")[1:]]
@@ -173,3 +178,10 @@ def test_the_reduce_kernel_multiplies_on_tensor_cores_and_spills_two_registers_a
     assert any("MMA" in text for text in code)
     spills = [text for text in code if text.startswith(("STL", "LDL"))]
     assert len(spills) <= 2 * {"192x37888": 1, "384x37888": 2}.get(case, 0)  # a store and a load each
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_other_gpus_multiply_on_tensor_cores_and_spill_nothing(case):
+    code = [text for _, text in machine_code()[case]]
+    assert any("MMA" in text for text in code)
+    assert not [text for text in code if text.startswith(("STL", "LDL"))]

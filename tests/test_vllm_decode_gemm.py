@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import triton.testing
 from qerl_kernels import (
     decode_gemm_linear,
     decode_gemm_sizes,
@@ -12,15 +13,11 @@ from qerl_kernels import (
 )
 from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
+from triton.runtime.errors import PTXASError
 
-from qerl_pl.engines.vllm import linear_methods
-from qerl_pl.engines.vllm.linear_methods import (
-    FP4Method,
-    attach_all,
-    check_decode_gemm,
-    fp4_linear,
-    marlin_tensor,
-)
+from qerl_pl.engines.vllm import attach, linear_methods
+from qerl_pl.engines.vllm.attach import attach_all, check_decode_gemm
+from qerl_pl.engines.vllm.linear_methods import FP4Method, fp4_linear, marlin_tensor
 from qerl_pl.errors import UserError
 
 MAX_TOKENS, DENSE_ABOVE, RANK = 3, 5, 2
@@ -188,6 +185,31 @@ def test_a_wrong_adapter_product_is_refused_at_the_start(change: str, monkeypatc
     with pytest.raises(UserError, match="and an adapter's; for 1 tokens .* decode_gemm_max_tokens to null"):
         check_decode_gemm([layer])
     assert not layer.qerl_a.any() and not layer.qerl_b.any()
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "limit"),
+    [({8: 1.0, 16: 1.7, 32: 1.9}, 16), ({8: 1.9}, 0), ({8: None}, 0), ({8: 1.0, 16: None}, 8), ({}, 64)],
+)
+def test_a_gpu_that_nobody_has_measured_is_timed(
+    milliseconds: dict[int, float | None], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marlin takes 2 ms of each linear; a kernel that has no time does not compile."""
+
+    def bench(product: Any, warmup: int, rep: int) -> float:
+        method, (layer, x, _) = product.func.__self__, product.args
+        assert layer.quant_method is method
+        if method.decode_gemm_max_tokens == 0:
+            return 2.0
+        if (found := milliseconds.get(len(x), 1.0)) is None:
+            raise PTXASError("sm_86")
+        return found
+
+    monkeypatch.setattr(triton.testing, "do_bench", bench)
+    monkeypatch.setattr(attach, "decode_gemm_measured", lambda weight: False)
+    layer, attached = fused(CONFIG | {"decode_gemm_max_tokens": 100})
+    assert layer.quant_method.decode_gemm_max_tokens == limit and attached.decode_gemm == (limit > 0)
+    assert fused(CONFIG | {"decode_gemm_max_tokens": 12})[0].quant_method.decode_gemm_max_tokens == min(limit, 8)
 
 
 def test_every_plan_has_run_before_a_graph_is_captured() -> None:

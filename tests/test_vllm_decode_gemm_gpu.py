@@ -10,7 +10,8 @@ from qerl_kernels.reference import quantize_nvfp4
 from torch import Tensor, nn
 
 from qerl_pl.engines.vllm import linear_methods
-from qerl_pl.engines.vllm.linear_methods import FP4Method, attach_all, check_decode_gemm
+from qerl_pl.engines.vllm.attach import attach_all, check_decode_gemm
+from qerl_pl.engines.vllm.linear_methods import FP4Method
 from qerl_pl.errors import UserError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.vllm]

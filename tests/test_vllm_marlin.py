@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qerl_pl.engines.base import EngineSpec
 from qerl_pl.engines.vllm import compat
+from qerl_pl.engines.vllm.attach import attach_all
 from qerl_pl.engines.vllm.linear_methods import (
     FP4Method,
     attach_adapter,
-    attach_all,
     attach_fp4,
     fp4_linear,
     marlin_tensor,

@@ -16,6 +16,7 @@ from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
     decode_gemm_linear,
     decode_gemm_linear_reference,
+    decode_gemm_measured,
     decode_gemm_sizes,
     decode_gemm_supported,
 )
@@ -71,7 +72,8 @@ __all__ = [
     "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "addend_checkpoint_contexts", "backend_for",
     "check_flash_linear_attention", "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu",
     "clamped_swiglu_reference",
-    "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_sizes", "decode_gemm_supported",
+    "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_measured", "decode_gemm_sizes",
+    "decode_gemm_supported",
     "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear",
     "frozen_linears", "gated_delta_rule", "gelu_tanh_product", "last_addend", "leaves_out_last_addend", "marlin_alpha",
     "mixture_of_experts", "mixture_reference", "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm",

@@ -50,10 +50,18 @@ def decode_gemm_linear(
 
 
 def decode_gemm_supported(weight: MarlinTensor) -> bool:
-    """Whether the kernels run: NVFP4, Triton backend, Hopper GPU; else `decode_gemm_linear` is slow plain PyTorch."""
+    """Whether the kernels run: NVFP4, Triton backend, a GPU of compute capability 8.0 or later.
+
+    Else `decode_gemm_linear` is slow plain PyTorch.
+    """
     if weight.global_scale is None or not runs_triton(weight.weight):
         return False
-    return len(weight.weight) % 4 == 0 and (interpreting() or _hopper(weight.weight.get_device()))
+    return len(weight.weight) % 4 == 0 and (interpreting() or _capability(weight.weight.get_device()) >= (8, 0))
+
+
+def decode_gemm_measured(weight: MarlinTensor) -> bool:
+    """Whether the kernels were measured on such a GPU, Hopper; on others they compile, and nobody has run them."""
+    return interpreting() or _capability(weight.weight.get_device())[0] == 9
 
 
 def decode_gemm_sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
@@ -72,5 +80,5 @@ def decode_gemm_linear_reference(
 
 
 @functools.cache
-def _hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -135,6 +135,11 @@ def best_tile(tokens: int, rows: int, columns: int) -> Tile:
     return tile if columns % tile.columns == 0 else tile._replace(k_tiles=4)
 
 
+def tile_without_measurement(tokens: int) -> Tile:
+    """The tile for M tokens on a GPU on which nobody has measured tiles."""
+    return Tile(max(8, min(32, 2 ** max(tokens - 1, 0).bit_length())))
+
+
 @functools.cache
 def schedule(tokens: int, rows: int, columns: int, rank: int, sms: int, tile: Tile | None = None) -> Schedule:
     """The schedule of a product: M tokens, N rows, K columns, rank of all adapters together, SMs of the GPU."""

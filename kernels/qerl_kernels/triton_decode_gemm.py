@@ -18,7 +18,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qerl_kernels.backend import interpreting
-from qerl_kernels.decode_gemm_schedule import BLOCK, RANKS, SHRINK_COLUMNS, Schedule, Tile, schedule
+from qerl_kernels.decode_gemm_schedule import (
+    BLOCK,
+    RANKS,
+    SHRINK_COLUMNS,
+    Schedule,
+    Tile,
+    schedule,
+    tile_without_measurement,
+)
 from qerl_kernels.marlin import MarlinTensor
 from qerl_kernels.triton_marlin_tile import (
     columns_as_expanded,
@@ -48,9 +56,10 @@ def _load_x(x, first, column, mask, USE_TMA: tl.constexpr):
 @triton.jit
 def _iteration(
     acc, acc2, words, scales, x, x2, first, column, masks,
-    SPLIT: tl.constexpr, EVEN: tl.constexpr, USE_TMA: tl.constexpr, ON_GPU: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN: tl.constexpr, USE_TMA: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
-    WIDE: tl.constexpr = acc.shape[1] >= 16
+    ON_GPU: tl.constexpr = ARCH > 0
+    WIDE: tl.constexpr = acc.shape[1] >= 16 and (ARCH == 0 or ARCH == 90)
     if ON_GPU and WIDE:
         finish_products()
     if EVEN:
@@ -62,7 +71,7 @@ def _iteration(
     right = _load_x(x, first, column, masks[2], USE_TMA)
     if not WIDE:
         right = columns_as_expanded(right)
-    left = expand(word, scale, SPLIT, WIDE, ON_GPU)
+    left = expand(word, scale, SPLIT, WIDE, ARCH)
     acc = dot(left, tl.trans(right), acc, ON_GPU)
     if acc2.shape[1] > 1:
         acc2 = dot(left, tl.trans(_load_x(x2, first + acc.shape[1], column, masks[3], USE_TMA)), acc2, ON_GPU)
@@ -73,23 +82,23 @@ def _iteration(
 def _mainloop(
     words, scales, x, x2, first, column, masks, strides, count, TOKENS: tl.constexpr, EXTRA: tl.constexpr,
     COLUMNS: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, USE_TMA: tl.constexpr,
-    ON_GPU: tl.constexpr,
+    ARCH: tl.constexpr,
 ):  # fmt: skip
     """Accumulators [ROWS, TOKENS] and [ROWS, EXTRA] of `count` K iterations, from token `first` and `column` on."""
     ROWS: tl.constexpr = words.shape[1] // 2
     acc, acc2 = tl.zeros((ROWS, TOKENS), tl.float32), tl.zeros((ROWS, EXTRA), tl.float32)
-    if ON_GPU:
+    if ARCH > 0:
         for i in tl.range(0, count, num_stages=STAGES):
             acc, acc2 = _iteration(
                 acc, acc2, words + i * strides[0], scales + i * strides[1], x, x2, first, column + i * COLUMNS, masks,
-                SPLIT, EVEN, USE_TMA, ON_GPU,
+                SPLIT, EVEN, USE_TMA, ARCH,
             )  # fmt: skip
     else:  # the interpreter's ranges end at constants
         i = 0
         while i < count:
             acc, acc2 = _iteration(
                 acc, acc2, words + i * strides[0], scales + i * strides[1], x, x2, first, column + i * COLUMNS, masks,
-                SPLIT, EVEN, USE_TMA, ON_GPU,
+                SPLIT, EVEN, USE_TMA, ARCH,
             )  # fmt: skip
             i += 1
     return acc, acc2
@@ -156,18 +165,20 @@ def decode_gemm_stream_k_kernel(
     word_stride, scale_stride, waves, ctas, shrink_ctas, big_ctas, iterations, splits, shrink_splits, token_blocks,
     TOKENS: tl.constexpr, EXTRA: tl.constexpr, CHUNK: tl.constexpr, N_TILES: tl.constexpr, K_TILES: tl.constexpr,
     SPLIT: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, DATA_PARALLEL: tl.constexpr, BIAS: tl.constexpr,
-    USE_TMA: tl.constexpr, ON_GPU: tl.constexpr,
+    USE_TMA: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """partial[token block, split, n, t] = W x^T over the split's K iterations.
 
     A token block has TOKENS tokens, and EXTRA more if that is not 1; x_tma and x_tma2 are their TMA descriptors. With
-    DATA_PARALLEL waves y receives the base product's first rows, and `partial` begins after them.
+    DATA_PARALLEL waves y receives the base product's first rows, and `partial` begins after them. ARCH is the GPU's
+    compute capability, as 90 for 9.0; 0 in the interpreter.
     """
+    ON_GPU: tl.constexpr = ARCH > 0
     ROWS: tl.constexpr = 64 * N_TILES
     COLUMNS: tl.constexpr = 16 * K_TILES
     WIDTH: tl.constexpr = TOKENS + (EXTRA if EXTRA > 1 else 0)
     cta, token_block = tl.program_id(0) // token_blocks, tl.program_id(0) % token_blocks
-    if ON_GPU:  # programmatic dependent launch: the previous kernel's writes are visible after the wait
+    if ARCH >= 90:  # programmatic dependent launch: the previous kernel's writes are visible after the wait
         gdc_wait()
         gdc_launch_dependents()
     x += token_block * WIDTH * columns
@@ -211,7 +222,7 @@ def decode_gemm_stream_k_kernel(
         acc, acc2 = _mainloop(
             words + k * word_stride + word, scales + k * scale_stride + scale, right, right2, token_block * WIDTH,
             step * COLUMNS, masks, (K_TILES * word_stride, K_TILES * scale_stride), count, TOKENS, EXTRA, COLUMNS,
-            SPLIT, STAGES, EVEN, USE_TMA, ON_GPU,
+            SPLIT, STAGES, EVEN, USE_TMA, ARCH,
         )  # fmt: skip
         row, first = tile * ROWS, begin * ROWS
         split = token_block * splits + later - _cta_of(shared * per_tile, big_ctas, iterations)
@@ -242,7 +253,7 @@ def decode_gemm_reduce_kernel(
     partial, hidden, b, bias, global_scale, y, tokens, columns, rows, alone, big_ctas, iterations, token_blocks,
     RANK: tl.constexpr, STARTS: tl.constexpr, PADDED: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SHRINK_SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DATA_PARALLEL: tl.constexpr, BIAS: tl.constexpr, ON_GPU: tl.constexpr,
+    DATA_PARALLEL: tl.constexpr, BIAS: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     """y = bfloat16(bfloat16(alpha * sum of the splits + bias) + h B^T), h in bfloat16.
 
@@ -250,6 +261,7 @@ def decode_gemm_reduce_kernel(
     visits them. Rows are taken from the last on, for those of several splits take longest. What is read before the wait
     was complete before the Stream-K kernel let this one start.
     """
+    ON_GPU: tl.constexpr = ARCH > 0
     blocks = token_blocks * (WIDTH // CHUNK)
     first, block = rows - BLOCK - tl.program_id(0) // blocks * BLOCK, tl.program_id(0) % blocks
     token_block, t = block // (WIDTH // CHUNK), block % (WIDTH // CHUNK) * CHUNK + tl.arange(0, CHUNK)
@@ -268,7 +280,7 @@ def decode_gemm_reduce_kernel(
         left = tl.load(b + n[:, None] * ranks + own[None, :], mask=(r < RANK)[None, :], other=0.0)
     at = tl.maximum(first - alone, 0) // ROWS * per_tile
     splits = _cta_of(at + per_tile - 1, big_ctas, iterations) - _cta_of(at, big_ctas, iterations) + 1
-    if ON_GPU:
+    if ARCH >= 90:
         gdc_wait()
         gdc_launch_dependents()
     token, shared = token_block * WIDTH + t, rows - alone
@@ -311,12 +323,22 @@ def _sms(device: int) -> int:
     return 4 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@functools.cache
+def _arch(device: int) -> int:
+    """Compute capability, as 90 for 9.0; 0 in the interpreter."""
+    if interpreting():
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
     """The smallest number of tokens of each schedule, up to `up_to`."""
-    (k_tiles, words), sms = weight.weight.shape, _sms(weight.weight.get_device())
+    (k_tiles, words), device = weight.weight.shape, weight.weight.get_device()
     schedules: dict[Schedule, int] = {}
     for tokens in range(1, up_to + 1):
-        schedules.setdefault(schedule(tokens, words // 2, 16 * k_tiles, rank, sms), tokens)
+        tile = tile_without_measurement(tokens) if _arch(device) not in (0, 90) else None
+        schedules.setdefault(schedule(tokens, words // 2, 16 * k_tiles, rank, _sms(device), tile), tokens)
     return list(schedules.values())
 
 
@@ -331,14 +353,16 @@ def decode_gemm_linear(
 ) -> Tensor:
     """`decode_gemm.decode_gemm_linear` of a weight that `decode_gemm_supported` accepts, with any tile."""
     (tokens, columns), rows = x.shape, weight.weight.shape[1] // 2
-    rank, sms = 0 if a is None else len(a), _sms(x.get_device())
+    rank, sms, arch = 0 if a is None else len(a), _sms(x.get_device()), _arch(x.get_device())
+    if tile is None and arch not in (0, 90):
+        tile = tile_without_measurement(tokens)
     plan = schedule(tokens, rows, columns, rank, sms, tile)
-    tile, on_gpu, alone = plan.tile, not interpreting(), plan.data_parallel_rows
+    tile, alone = plan.tile, plan.data_parallel_rows
     y = x.new_empty((tokens, rows))
     partial = x.new_empty((plan.token_blocks, plan.splits, max(0, rows - alone), tile.width), dtype=torch.float32)
     hidden = x.new_empty((plan.token_blocks, plan.shrink_splits, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
-    options: dict[str, int] = {"launch_pdl": True, "maxnreg": tile.registers} if on_gpu else {}
+    options: dict[str, int] = {"launch_pdl": arch >= 90, "maxnreg": tile.registers} if arch else {}
     decode_gemm_stream_k_kernel[(plan.ctas * plan.token_blocks,)](
         x, *_descriptors(x, tile), weight.weight, scales, x if a is None else a, x if bias is None else bias,
         weight.global_scale, y, partial, hidden, tokens, columns, rows, rank, weight.weight.stride(0),
@@ -346,7 +370,7 @@ def decode_gemm_linear(
         plan.shrink_splits, plan.token_blocks, TOKENS=tile.tokens, EXTRA=max(1, tile.extra_tokens),
         CHUNK=tile.shrink_tokens, N_TILES=tile.n_tiles, K_TILES=tile.k_tiles, SPLIT=tile.warps // tile.n_tiles,
         STAGES=tile.stages, EVEN=rows % tile.rows == 0, DATA_PARALLEL=plan.waves > 0, BIAS=bias is not None,
-        USE_TMA=tile.use_tma, ON_GPU=on_gpu, num_warps=tile.warps, **options,
+        USE_TMA=tile.use_tma, ARCH=arch, num_warps=tile.warps, **options,
     )  # fmt: skip
     if any(start % BLOCK for start in starts):
         starts = (0,)
@@ -354,14 +378,14 @@ def decode_gemm_linear(
     ctas = reduced // BLOCK * plan.token_blocks * (tile.width // plan.reduce_tokens)
     if not ctas:
         return y
-    if on_gpu:
+    if arch:
         options["maxnreg"] = reduce_registers(ctas, sms, tile.width)
     decode_gemm_reduce_kernel[(ctas,)](
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
         rows, alone, plan.big_ctas, plan.iterations, plan.token_blocks, RANK=own, STARTS=tuple(starts),
         PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, CHUNK=plan.reduce_tokens, BLOCK=BLOCK,
         SPLITS=plan.splits, SHRINK_SPLITS=plan.shrink_splits, ROWS=tile.rows, COLUMNS=tile.columns,
-        DATA_PARALLEL=plan.waves > 0, BIAS=bias is not None, ON_GPU=on_gpu, num_warps=8, **options,
+        DATA_PARALLEL=plan.waves > 0, BIAS=bias is not None, ARCH=arch, num_warps=8, **options,
     )  # fmt: skip
     return y
 

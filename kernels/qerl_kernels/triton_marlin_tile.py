@@ -10,14 +10,19 @@ import triton.language as tl
 from qerl_kernels.triton_dequantize import _halves, _unpack
 
 
-def _expansion() -> str:
+def _expansion(product: str, before: str = "") -> str:
     """PTX: two words $8, $9 and their four scale bytes $10 to eight pairs of bfloat16 numbers, weight * 2**-7.
 
     A code's bits in those of a bfloat16 number are e2m1 * 2**-126. One product puts two copies of the code, one where
     its sign belongs and one where the rest does. A scale's byte starts with a one unless it is zero: spread over the
     upper bits of the exponent it gives scale * 2**119.
+
+    Args:
+        product: Instruction of d = t s, with places for d and s.
+        before: Instructions before all others.
     """
     lines = ["{", ".reg .b32 s, t, s0, s1, s2, s3;", ".reg .b16 l, h;"]
+    lines += [before] * bool(before)
     for pick, first, second in (("0xA280", "s0", "s1"), ("0xB391", "s2", "s3")):
         lines += [f"prmt.b32 s, $10, $10, {pick};", "shl.b32 s, s, 4;", "and.b32 s, s, 0x7FF07FF0;"]
         lines += ["mov.b32 {l, h}, s;", f"mov.b32 {first}, {{l, l}};", f"mov.b32 {second}, {{h, h}};"]
@@ -29,11 +34,13 @@ def _expansion() -> str:
                 source = "s"
             code, copies = ("0x00F000F0", "0x104") if pair % 2 else ("0x000F000F", "0x1040")
             lines += [f"and.b32 t, {source}, {code};", f"mul.lo.u32 t, t, {copies};", "and.b32 t, t, 0x81C081C0;"]
-            lines += [f"mul.bf16x2 ${4 * word + pair}, t, s{2 * word + pair // 2};"]
+            lines += [product.format(f"${4 * word + pair}", f"s{2 * word + pair // 2}")]
     return "\n".join([*lines, "}"])
 
 
-_EXPANSION = tl.constexpr(_expansion())
+_EXPANSION = tl.constexpr(_expansion("mul.bf16x2 {}, t, {};"))
+_EXPANSION_BEFORE_90 = tl.constexpr(_expansion("fma.rn.bf16x2 {}, t, {}, z;", ".reg .b32 z; mov.b32 z, 0x80008000;"))
+"""Of older GPUs, which have no such product: a sum with -0."""
 
 
 @triton.jit
@@ -48,7 +55,7 @@ def rows_as_expanded(NT: tl.constexpr, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, ON_GPU: tl.constexpr):
+def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, ARCH: tl.constexpr):
     """Words [KT, 128 NT] and scales, four bytes a number, [KT, 16 NT] to bfloat16 [64 NT, 16 KT], weight * 2**-7.
 
     Rows are in the order of `rows_as_expanded`, which gives every warp those of its own words: SPLIT warps, 1, 2 or 4,
@@ -56,11 +63,12 @@ def expand(word, scale, SPLIT: tl.constexpr, WIDE: tl.constexpr, ON_GPU: tl.cons
     """
     KT: tl.constexpr = word.shape[0]
     NT: tl.constexpr = word.shape[1] // 128
-    if ON_GPU:
+    if ARCH > 0:
+        asm: tl.constexpr = _EXPANSION if ARCH >= 90 else _EXPANSION_BEFORE_90
         first, second = tl.split(word.reshape(KT, NT, 8, 4, 2, 2))  # by bit 4 of n
         scale = tl.broadcast_to(scale.reshape(KT, NT, 8, 1, 2), (KT, NT, 8, 4, 2))
         p0, p1, p2, p3, q0, q1, q2, q3 = tl.inline_asm_elementwise(
-            _EXPANSION, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, second, scale], (tl.int32,) * 8, True, 1
+            asm, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r", [first, second, scale], (tl.int32,) * 8, True, 1
         )
         p, q = tl.join(tl.join(p0, p1), tl.join(p2, p3)), tl.join(tl.join(q0, q1), tl.join(q2, q3))
         pairs = tl.join(p, q)

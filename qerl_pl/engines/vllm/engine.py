@@ -78,7 +78,8 @@ class VLLMEngine(RolloutEngine):
             vLLM chooses.
         linear_backend: Kernels of 4-bit linears and experts; auto lets vLLM choose. Not used on a CPU.
         decode_gemm_max_tokens: Tokens of a forward pass up to which NVFP4 linears, adapter included, run by this
-            package's decode GEMM, which is faster than Marlin (Hopper GPUs, bfloat16). null leaves all to Marlin.
+            package's decode GEMM (bfloat16): all on Hopper GPUs; on others as many as a timing at the start finds
+            faster than by Marlin. null leaves all to Marlin.
         dense_above: Tokens of a forward pass above which 4-bit linears multiply by their dequantized weight, as in
             prefill: twice as fast (bfloat16 only). null leaves all to Marlin.
         adapter: fused computes the adapter's products beside the base's, as the trainer does. merged multiplies by
@@ -248,7 +249,7 @@ class VLLMEngine(RolloutEngine):
         if backend is not None and self.decode_gemm_max_tokens is not None:
             features.append(f"decode GEMM on {report.decode_gemm} of {report.linears} linears")
             if report.decode_gemm < report.linears:
-                needs = "it needs NVFP4 in Marlin's layout, bfloat16 and a Hopper GPU"
+                needs = "it needs NVFP4 in Marlin's layout, bfloat16 and a GPU on which it beats Marlin"
                 off[compat.DECODE_GEMM] = self._missing.get(compat.DECODE_GEMM, needs)
         if linears := len(report.adapted):
             fused = report.decode_gemm == report.linears
@@ -365,8 +366,7 @@ class VLLMEngine(RolloutEngine):
         """
         assert self._spec is not None and self._llm is not None, "launch comes first"
         check_requests(requests, sampling, self._spec, self._has_tokenizer)
-        source = BatchSource(requests, self.max_num_seqs)
-        self.generate_from(source, sampling)
+        self.generate_from(source := BatchSource(requests, self.max_num_seqs), sampling)
         return regroup(requests, source.completions)
 
     def generate_from(self, source: RequestSource, sampling: SamplingConfig) -> None:

@@ -58,7 +58,7 @@ def attach_merged(
     dtype: torch.dtype,
     pool: AbstractContextManager[None],
 ) -> list[MergedRows]:
-    """Give vLLM's linears room for merged copies, after `linear_methods.attach_all` and before vLLM compiles them.
+    """Give vLLM's linears room for merged copies, after `attach.attach_all` and before vLLM compiles them.
 
     A linear in 16 bits without an adapter needs none.
 

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import EngineSpec, SharedWeights
 from qerl_pl.engines.vllm import fused_experts, linear_methods, merged, weight_map
+from qerl_pl.engines.vllm.attach import attach_all
 from qerl_pl.engines.vllm.sampler import attach_sampler
 from qerl_pl.engines.vllm.startup import end_groups_without_experts
 from qerl_pl.engines.vllm.weight_map import FusedSlice
@@ -158,7 +159,7 @@ class PolicyWorker(Worker):
         elif above is not None and self.device.type == "cpu":
             weight_map.make_writable((linear for linear, _ in linears.values()), dtype)
             weight_map.fill(linears.values(), Path(self.vllm_config.model_config.model))
-        self._qerl_attached = linear_methods.attach_all(linears, config, dtype)
+        self._qerl_attached = attach_all(linears, config, dtype)
         self._qerl_merged: list[merged.MergedRows] = []
         if above is not None:
             pool = super()._maybe_get_memory_pool_context("merged")
