@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from qerl_kernels.sampling import Generator
+
 from qerl_pl.errors import UserError
 
 FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
@@ -152,8 +154,14 @@ TABLE = (
     _sampler(f"{_GPU}.model_runner.GPUModelRunner", "sampler", "rejection_sampler", "_dummy_sampler_run"),
     _sampler(
         SAMPLER_CLASS,
-        *("sampling_states", "penalties_state", "logit_bias_state", "bad_words_state", "logprob_token_ids_state"),
-        *("req_states", "logprobs_mode", "compute_nans"),
+        *(
+            "sampling_states",
+            "penalties_state",
+            "logprob_token_ids_state",
+            "req_states",
+            "logprobs_mode",
+            "compute_nans",
+        ),
     ),
     _sampler(
         f"{_GPU}.sample.states.SamplingStates",
@@ -176,6 +184,13 @@ TABLE = (
     ),
 )
 """Every private name that this package uses."""
+
+_MURMUR3 = PrivateName(f"{_GPU}.sample.gumbel.murmur3_uniform32", SAMPLER)
+
+
+def random_numbers() -> Generator:
+    """By which random numbers the installed vLLM's GPU sampler draws: others since 0.31."""
+    return "philox" if _MURMUR3.missing() else "murmur3"
 
 
 def missing_names(feature: str) -> tuple[str, ...]:
