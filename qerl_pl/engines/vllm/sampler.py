@@ -1,8 +1,8 @@
 """The Triton sampler in vLLM's GPU runner, for batches whose requests set nothing but temperatures.
 
 vLLM copies the logits to float32 and reads them four more times; `sample_tokens` reads them once, and draws the same
-tokens. Read in vLLM 0.25.1 to 0.33.0: they divide a float32 copy of the logits by temperatures other than 0 and 1 (since
-0.30.0 they make none where no request has another), and draw by `compat.random_numbers`.
+tokens. Read in vLLM 0.25.1 to 0.33.0: they divide a float32 copy of the logits by temperatures other than 0 and 1 (from
+0.30.0 on none is made where no request has another), and draw by `compat.random_numbers`.
 """
 
 import operator
