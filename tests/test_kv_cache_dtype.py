@@ -14,6 +14,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from qerl_pl.engines import VLLMEngine
+from qerl_pl.engines.vllm.compat import check_names
 from qerl_pl.engines.vllm.startup import vllm_errors_as_user_errors
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion
@@ -51,6 +52,7 @@ def fp8_engine(base: Path) -> Iterator[VLLMEngine]:
 
 @pytest.mark.vllm
 def test_after_a_start_that_failed_another_engine_starts(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_names("cpu")  # imports vLLM's kernels, which it chooses by the processor
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     with pytest.raises(

@@ -1,12 +1,13 @@
 """Drawing a token a row: the random numbers, the reference worked by hand, the kernels against it."""
 
 import math
+import struct
 
 import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import sample_tokens
-from qerl_kernels.sampling import gumbel_noise, philox, plain_sample_tokens, uniform
+from qerl_kernels.sampling import gumbel_noise, murmur3, philox, plain_sample_tokens, uniform
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,6 +19,7 @@ ANSWERS = [
     ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, 0x408F276D),
     ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), 0xD16CFE09),
 ]
+GENERATORS = ["philox", "murmur3"]
 
 
 def drawn(rows, vocabulary, dtype=torch.bfloat16, scale=3.0):
@@ -33,9 +35,9 @@ def drawn(rows, vocabulary, dtype=torch.bfloat16, scale=3.0):
     return logits.to(DEVICE), given
 
 
-def sample(logits, given, run=sample_tokens):
+def sample(logits, given, run=sample_tokens, generator="philox"):
     temperatures, seeds, positions, requests, last = given
-    return run(logits, temperatures, seeds, positions, requests=requests, last=last)
+    return run(logits, temperatures, seeds, positions, requests=requests, last=last, generator=generator)
 
 
 def loops(counter, key):
@@ -68,6 +70,31 @@ def test_noise_worked_by_hand():
     assert result[0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [  # of the algorithm's public test vectors with seed 0
+        (b"\0\0\0\0", 0x2362F9DE),
+        (b"\xff\xff\xff\xff", 0x76293B50),
+        (b"!Ce\x87", 0xF55B516B),
+        (b"test", 0xBA6BD213),
+        (b"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq", 0xEE925B90),
+    ],
+)
+def test_hashes_are_those_of_the_algorithms_test_vectors(data, word):
+    words = [torch.tensor([value]) for value in struct.unpack(f"<{len(data) // 4}I", data)]
+    assert murmur3(words).item() == word
+
+
+def test_noise_of_hashes_worked_by_hand():
+    """Of the two halves of the seed, of the position's lower half and of the token."""
+    seed, position = -5, 3 * 2**32 + 17
+    words = [torch.tensor([value]) for value in (2**32 - 5, 2**32 - 1, 17)]
+    hashes = [murmur3([*words, torch.tensor([token])]).item() for token in range(9)]
+    expected = [-math.log(-math.log1p(-(value + 0.5) / 2**32)) for value in hashes]
+    result = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 9, "murmur3")
+    assert result[0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
 def test_tokens_worked_by_hand():
     # Seed 0 at position 0: the key is the first known answer, and the noise follows from it as above.
     noise = gumbel_noise(torch.tensor([0]), torch.tensor([0]), 3)[0].tolist()
@@ -84,12 +111,13 @@ def test_tokens_worked_by_hand():
     assert tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
 
 
+@pytest.mark.parametrize("generator", GENERATORS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_the_kernels_take_the_references_tokens(vocabulary, dtype):
+def test_the_kernels_take_the_references_tokens(vocabulary, dtype, generator):
     logits, given = drawn(9, vocabulary, dtype)
-    tokens, logprobs = sample(logits, given)
-    expected, expected_logprobs = sample(logits, given, plain_sample_tokens)
+    tokens, logprobs = sample(logits, given, generator=generator)
+    expected, expected_logprobs = sample(logits, given, plain_sample_tokens, generator)
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
     temperature = given[0][given[3].long()][:, None]
@@ -133,12 +161,13 @@ def test_what_is_no_distribution_still_gives_a_token_of_the_vocabulary(value):
     assert ((tokens >= 0) & (tokens < 2100)).all() and logprobs.isnan().all()
 
 
-def test_tokens_come_as_often_as_their_probability_says():
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_tokens_come_as_often_as_their_probability_says(generator):
     count, temperature = 20000, 1.5
     logits = torch.tensor([2.0, -1.0, 0.3, 0.0, 3.1, -4.0, 1.2])
     rows = torch.arange(count)
     given = [torch.full((count,), temperature), rows // 500 - 20, rows % 500, rows, rows]
-    tokens, _ = sample(logits.expand(count, -1), given, plain_sample_tokens)
+    tokens, _ = sample(logits.expand(count, -1), given, plain_sample_tokens, generator)
     expected = count * (logits / temperature).softmax(-1)
     distance = ((tokens.bincount(minlength=7) - expected).square() / expected).sum().item()
     assert distance < 22.46  # chi-square of 6 degrees of freedom: above in one of a thousand

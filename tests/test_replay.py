@@ -1,5 +1,6 @@
 """Replayed routing (R3): the update gives each token to the experts that the sampler chose."""
 
+import importlib.util
 import itertools
 import shutil
 from collections.abc import Iterator
@@ -37,6 +38,9 @@ from qerl_pl.types import Completion, PromptBatch, SamplingConfig
 LAYERS, CHOSEN, EXPERTS = 2, 2, 6
 MIXTURES = (*OF_ATTENTION, "qwen3.5-moe")
 """The last has gated delta nets, which vLLM's CPU build does not compute in float32."""
+VLLM = importlib.util.find_spec("vllm")
+RECORDS = VLLM is None or not Path(VLLM.submodule_search_locations[0], "config", "aux_output.py").is_file()  # type: ignore[index]
+"""Whether vLLM's CPU build says which experts it chose: since 0.31 it refuses, as a test of its own shows."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def base(bases: dict[str, Path]) -> Path:
     scope="module",
     params=[
         *itertools.product(["transformers"], MIXTURES),
-        *(pytest.param(("vllm", name), marks=pytest.mark.vllm) for name in OF_ATTENTION),
+        *(pytest.param(("vllm", name), marks=pytest.mark.vllm) for name in OF_ATTENTION if RECORDS),
     ],
     ids="-".join,
 )
@@ -216,7 +220,7 @@ class Watched(Callback):
         self.turns += [int(torch.diff(row.int(), prepend=torch.zeros(1)).eq(1).sum()) for row in found.mask]
 
 
-@pytest.mark.parametrize("kind", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize("kind", ["transformers", *[pytest.param("vllm", marks=pytest.mark.vllm)] * RECORDS])
 def test_the_routing_of_a_dialogue_is_that_of_all_its_tokens(base: Path, tmp_path: Path, kind: str) -> None:
     ending = shutil.copytree(base, tmp_path / "base")
     tensors = load_file(ending / "model.safetensors")

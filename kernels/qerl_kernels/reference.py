@@ -16,6 +16,8 @@ E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 SMALLEST_UNIFORM = 4.6566127342e-10
 """Replaces a uniform number of zero when sampling; also the factor of 31-bit integers."""
+BELOW_ONE = 1 - 2**-24
+"""The largest float32 below 1."""
 CPU_BLOCKS, CUDA_BLOCKS = 1 << 15, 1 << 22
 """Blocks quantized at a time."""
 

@@ -8,22 +8,37 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from qerl_kernels.backend import interpreting
-from qerl_kernels.reference import SMALLEST_UNIFORM
+from qerl_kernels.reference import BELOW_ONE, SMALLEST_UNIFORM
 from qerl_kernels.triton_launch import Direct
 
 BLOCK = 2048
 """Tokens of a CTA: the same for every batch, for it fixes the order of a row's sum of exponentials."""
 WARPS = 4
-_SMALLEST = tl.constexpr(SMALLEST_UNIFORM)
+_SMALLEST, _BELOW_ONE = tl.constexpr(SMALLEST_UNIFORM), tl.constexpr(BELOW_ONE)
 
 
 @triton.jit
-def _sample_seeds_kernel(temperatures, seeds, positions, requests, last, row_temperatures, row_seeds):
+def _murmur3_word(state, word):
+    """MurmurHash3's state, uint32, with another word of 32 bits."""
+    word = word.to(tl.uint32) * 0xCC9E2D51
+    state ^= ((word << 15) | (word >> 17)) * 0x1B873593
+    return ((state << 13) | (state >> 19)) * 5 + 0xE6546B64
+
+
+@triton.jit
+def _sample_seeds_kernel(
+    temperatures, seeds, positions, requests, last, row_temperatures, row_seeds, MURMUR3: tl.constexpr
+):
     """Gather what all blocks of a row need: vLLM's temperatures and seeds lie in host memory."""
     row = tl.program_id(0)
     request, at = tl.load(requests + row).to(tl.int64), tl.load(last + row).to(tl.int64)
     tl.store(row_temperatures + row, tl.load(temperatures + request))
-    tl.store(row_seeds + row, tl.randint(tl.load(seeds + request), tl.load(positions + at)).to(tl.int64))
+    seed, position = tl.load(seeds + request), tl.load(positions + at)
+    if MURMUR3:  # the state after seed and position, to which a block adds the token
+        state = _murmur3_word(_murmur3_word(tl.full((), 0, tl.uint32), seed), seed >> 32)
+        tl.store(row_seeds + row, _murmur3_word(state, position).to(tl.int64))
+    else:
+        tl.store(row_seeds + row, tl.randint(seed, position).to(tl.int64))
 
 
 @triton.jit
@@ -32,6 +47,22 @@ def _scaled(z, temperature):
     if (temperature != 0.0) & (temperature != 1.0):
         z = z / temperature
     return z
+
+
+@triton.jit
+def _murmur3_noise(seed, token):
+    """In the precision of vLLM's, so that both take the same tokens: a series of degree 8 below 1/4."""
+    state = _murmur3_word(seed.to(tl.uint32), token) ^ 16  # bytes
+    state = (state ^ (state >> 16)) * 0x85EBCA6B
+    state = (state ^ (state >> 13)) * 0xC2B2AE35
+    state ^= state >> 16
+    upper, lower = (state >> 16).to(tl.float32), (state & 0xFFFF).to(tl.float32)
+    u = upper * 2.0**-16 + (lower + 0.5) * 2.0**-32
+    series = tl.full(u.shape, 1 / 8, tl.float32)
+    for power in tl.static_range(7, 0, -1):
+        series = 1 / power + u * series
+    rate = tl.where(u < 0.25, u * series, -tl.log(1.0 - tl.minimum(u, _BELOW_ONE)))
+    return -tl.log(rate)
 
 
 @triton.jit
@@ -47,7 +78,7 @@ def _noise(seed, token, ON_GPU: tl.constexpr):
 @triton.jit
 def _sample_blocks_kernel(
     logits, row_temperatures, row_seeds, best, best_token, top, mass, stride, vocabulary: tl.constexpr,
-    blocks: tl.constexpr, BLOCK: tl.constexpr, ON_GPU: tl.constexpr,
+    blocks: tl.constexpr, BLOCK: tl.constexpr, ON_GPU: tl.constexpr, MURMUR3: tl.constexpr,
 ):  # fmt: skip
     cta = tl.program_id(0)
     row = cta // blocks
@@ -61,7 +92,8 @@ def _sample_blocks_kernel(
     tl.store(top + cta, largest)
     tl.store(mass + cta, tl.sum(tl.exp(z - shift), axis=0))
     if temperature != 0.0:
-        noise = _noise(tl.load(row_seeds + row), token, ON_GPU)
+        seed = tl.load(row_seeds + row)
+        noise = _murmur3_noise(seed, token) if MURMUR3 else _noise(seed, token, ON_GPU)
         z = tl.where(inside, z + noise, float("-inf"))
     value, index = tl.max(z, axis=0, return_indices=True)
     tl.store(best + cta, value)
@@ -93,7 +125,13 @@ _seeds, _blocks, _rows = Direct(_sample_seeds_kernel), Direct(_sample_blocks_ker
 
 
 def sampled(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, requests: Tensor, last: Tensor
+    logits: Tensor,
+    temperatures: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    requests: Tensor,
+    last: Tensor,
+    murmur3: bool,
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 [rows] and their log-probabilities float32 [rows]; see `sampling.sample_tokens`."""
     if logits.stride(1) != 1:
@@ -105,10 +143,11 @@ def sampled(
     row_temperatures, logprobs = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
     best, top, mass = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(3))
     best_token = logits.new_empty(rows, blocks, dtype=torch.int32)
-    _seeds(rows, 1, (temperatures, seeds, positions, requests, last, row_temperatures, row_seeds))
+    per_row = row_temperatures, row_seeds
+    _seeds(rows, 1, (temperatures, seeds, positions, requests, last, *per_row), MURMUR3=murmur3)
     partial, sizes = (best, best_token, top, mass), {"vocabulary": vocabulary, "blocks": blocks}
-    constants = {**sizes, "BLOCK": BLOCK, "ON_GPU": not interpreting()}
-    _blocks(rows * blocks, WARPS, (logits, row_temperatures, row_seeds, *partial), logits.stride(0), **constants)
+    constants = {**sizes, "BLOCK": BLOCK, "ON_GPU": not interpreting(), "MURMUR3": murmur3}
+    _blocks(rows * blocks, WARPS, (logits, *per_row, *partial), logits.stride(0), **constants)
     constants = {**sizes, "PADDED": triton.next_power_of_2(blocks)}
     _rows(rows, 1, (logits, row_temperatures, *partial, tokens, logprobs), logits.stride(0), **constants)
     return tokens, logprobs

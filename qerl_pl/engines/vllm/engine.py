@@ -278,6 +278,7 @@ class VLLMEngine(RolloutEngine):
         config, base_format = read_config(base), format_of(base)
         family = family_of(config["model_type"])
         check_reads(base_format, self._missing)
+        compat.check_records_routing(spec.record_routing, self._caches_prefixes(family))
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
         sequences = sequences_with_states(base, self.max_num_seqs, kv_gib, self.cache_dtype(spec.dtype))
         with vllm_errors_as_user_errors(self.kv_cache_dtype):

@@ -1,9 +1,8 @@
 """The Triton sampler in vLLM's GPU runner, for batches whose requests set nothing but temperatures.
 
 vLLM copies the logits to float32 and reads them four more times; `sample_tokens` reads them once, and draws the same
-tokens. Read in vLLM 0.25.1 and 0.30.0, which both divide a float32 copy of the logits by the temperature unless that is
-0 or 1 (0.30.0 makes none where no request has another) and draw by the same random numbers. From 0.31 on vLLM draws by
-others, and keeps its own sampler.
+tokens. Read in vLLM 0.25.1 to 0.33.0: they divide a float32 copy of the logits by temperatures other than 0 and 1 (from
+0.30.0 on none is made where no request has another), and draw by `compat.random_numbers`.
 """
 
 import operator
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from qerl_pl.engines.vllm import compat
 
-_ROWS = (  # of an array with an entry for each request
-    "penalties_state.use_penalty",
-    "logit_bias_state.use_logit_bias",
-    "bad_words_state.num_bad_words.np",
-    "logprob_token_ids_state.num_token_ids.np",
-    "sampling_states.min_p.np",
-    "sampling_states.top_k.np",
-    "sampling_states.top_p.np",
-    "sampling_states.num_logprobs",
+_ROWS = (  # of an array with an entry for each request: vLLM's class, and the array's path in it
+    ("PenaltiesState", "use_penalty"),
+    ("LogitBiasState", "use_logit_bias"),
+    ("BadWordsState", "num_bad_words.np"),
+    ("LogprobTokenIdsState", "num_token_ids.np"),
+    ("SamplingStates", "min_p.np"),
+    ("SamplingStates", "top_k.np"),
+    ("SamplingStates", "top_p.np"),
+    ("SamplingStates", "num_logprobs"),
 )
 
 _SETTINGS = {"logprobs_mode": "processed_logprobs", "compute_nans": False, "use_fp64_gumbel": False}
@@ -32,10 +31,19 @@ _SETTINGS = {"logprobs_mode": "processed_logprobs", "compute_nans": False, "use_
 _OPTIONAL_SETTINGS = {"trace_replay_state": None, "return_sampling_mask": False, "thinking_budget_state.enabled": False}
 """Of later releases than 0.25."""
 
-_UNUSED = {"req_states", "num_speculative_tokens", "use_flashinfer", "needs_logits_processing"}
+_PROCESSORS = "logits_processors"
+"""A list, since 0.31, of states that were attributes before, and of a user's own processors."""
+_STATES = {"penalties_state", "logit_bias_state", "bad_words_state", "logprob_token_ids_state", "sampling_states"}
+_UNUSED = {"req_states", "num_speculative_tokens", "use_flashinfer", "use_xpu_sampler", "needs_logits_processing"}
 
-_KNOWN = {path.partition(".")[0] for path in (*_ROWS, *_SETTINGS, *_OPTIONAL_SETTINGS)} | _UNUSED
+_KNOWN = {path.partition(".")[0] for path in (*_SETTINGS, *_OPTIONAL_SETTINGS)} | _STATES | _UNUSED | {_PROCESSORS}
 """Attributes of vLLM's sampler: one that is not among them may change what is sampled."""
+
+
+def _states(sampler: Any) -> dict[str, Any]:
+    """What vLLM's sampler holds, its logits processors included, by the name of its class."""
+    held = vars(sampler)
+    return {type(state).__name__: state for state in (*held.values(), *held.get(_PROCESSORS, ()))}
 
 
 def attach_sampler(runner: Any) -> str | None:
@@ -68,6 +76,9 @@ def why_not(runner: Any) -> str | None:
         return "it decodes speculatively"
     if unknown := sorted(set(vars(sampler)) - _KNOWN):
         return f"vLLM's has attributes that this package does not know: {', '.join(unknown)}"
+    known, own = {name for name, _ in _ROWS}, {type(one).__name__ for one in vars(sampler).get(_PROCESSORS, ())}
+    if differing := sorted((known - set(_states(sampler))) | (own - known)):
+        return f"vLLM's has other logits processors than this package knows: {', '.join(differing)}"
     later = {path: value for path, value in _OPTIONAL_SETTINGS.items() if path.partition(".")[0] in vars(sampler)}
     settings = _SETTINGS | later
     other = [path for path, value in settings.items() if operator.attrgetter(path)(sampler) != value]
@@ -86,7 +97,9 @@ class TritonSampler:
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
         self.base = base
-        self.arrays: list[Callable[[Any], Any]] = [operator.attrgetter(path) for path in _ROWS]
+        states = _states(base)
+        self.arrays = [operator.attrgetter(path)(states[name]) for name, path in _ROWS]
+        self.generator = compat.random_numbers()
         self.ranks = torch.zeros(len(base.sampling_states.num_logprobs), dtype=torch.int64, device=device)
         self.num_sampled_and_rejected: Callable[..., Any] = get_num_sampled_and_rejected
         self.logprobs: Callable[..., Any] = LogprobsTensors
@@ -104,7 +117,7 @@ class TritonSampler:
         rows, states = batch.idx_mapping_np, self.base.sampling_states
         if selected_backend() != "triton" or not len(logits) == len(rows) <= len(self.ranks):
             return False
-        *off, top_k, top_p, logprobs = (array(self.base)[rows] for array in self.arrays)
+        *off, top_k, top_p, logprobs = (array[rows] for array in self.arrays)
         if any(array.any() for array in off):
             return False
         return bool((top_k == states.vocab_size).all() and (top_p == 1.0).all() and (logprobs <= 0).all())
@@ -117,7 +130,9 @@ class TritonSampler:
         temperatures, seeds = states.temperature.gpu, states.seeds.gpu
         # int64 in vLLM's batches, int32 in its dummy one: the warm-up has to compile the kernel that rollouts use.
         last = batch.logits_indices.long()
-        tokens, logprobs = sample_tokens(logits, temperatures, seeds, batch.positions, requests=indices, last=last)
+        tokens, logprobs = sample_tokens(
+            logits, temperatures, seeds, batch.positions, requests=indices, last=last, generator=self.generator
+        )
         reported = None
         if (states.num_logprobs[batch.idx_mapping_np] == 0).any():
             reported = self.logprobs(tokens[:, None], logprobs[:, None], self.ranks[: len(tokens)])
