@@ -21,7 +21,7 @@ AdapterMode = Literal["fused", "merged", "auto"]
 ALIGNED = 128
 """Elements at whose multiples a copy begins."""
 FASTER_IN_4_BITS = 64
-"""Most sequences at which NVFP4 with the adapter was seen to decode faster than merged 16 bits: formats_7b.md."""
+"""Most sequences at which NVFP4 with the adapter decodes faster than merged 16 bits: rollout_7b_adapter.md."""
 
 
 def merged_above(mode: AdapterMode) -> int | None:
