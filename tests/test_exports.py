@@ -1,6 +1,7 @@
 """The ways out of `qerl export`: what rounding leaves of an adapter, and what vLLM and llama.cpp's converter read."""
 
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -137,6 +138,16 @@ def test_an_adapter_is_renamed_for_a_model_that_has_its_base(
         _check_multimodal(str(tmp_path), tiny_policy_dir, is_model)
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("module", ["gemma3_mm", "gemma4_mm", "qwen3_vl"])  # Qwen3.5's takes its names from the last
+def test_vllm_has_the_names_of_multimodal_models_that_an_adapter_gets(module: str) -> None:
+    """By its source: the modules import torchvision."""
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    source = Path(vllm.origin).with_name("model_executor") / "models" / f"{module}.py"
+    assert '"model.language_model.": "language_model.model."' in source.read_text()
+
+
 @pytest.mark.nightly
 def test_an_export_for_a_multimodal_model_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrapped = write_wrapped(write_checkpoint("gemma-3", tmp_path / "text"), tmp_path / "wrapped")
@@ -197,11 +208,13 @@ print(json.dumps([each[token].logprob for token, each in zip(ids[1:], found.prom
 
 @pytest.mark.vllm
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen2", "gemma-3"])
 def test_vllm_reads_adapter_and_merged_weights_from_another_folder(
-    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """The adapter stands on a dense copy of its base: no CPU multiplies NVFP4 in vLLM."""
-    adapter, merged, printed = exported(tiny_policy_dir, tmp_path, capsys)
+    source = tiny_policy_dir if name == "qwen2" else write_checkpoint(name, tmp_path / "text")
+    adapter, merged, printed = exported(source, tmp_path, capsys)
     serving, rank = re.findall(r"serve it: vllm serve (\S+) --enable-lora .*--max-lora-rank (\d+)", printed)[0]
     assert f"serve it: vllm serve {tmp_path / 'merged'}\n" in printed
     dense = write_dense_checkpoint(Path(serving), tmp_path / "dense", torch.float32)

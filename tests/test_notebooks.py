@@ -1,6 +1,7 @@
 """The notebooks: the quickstart runs, shortened; those for a GPU build what they name."""
 
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -64,6 +65,15 @@ def test_the_notebook_for_a_gpu_builds_its_run(tmp_path: Path, monkeypatch: pyte
     assert names["module"].policy_config.path == str(tmp_path / "model") and names["data"].batch_size == 16
 
 
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_is_valid_and_its_links_lead_somewhere(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        for link in re.findall(r"\]\(([^)\s#]+)", cell.source) if cell.cell_type == "markdown" else []:
+            assert (NOTEBOOKS / link).is_file(), link
+
+
 GPUS = {
     "NVIDIA L4, 23034, 8.9": "none",
     "NVIDIA A100-SXM4-80GB, 81920, 8.0\nNVIDIA A100-SXM4-80GB, 81920, 8.0": "none",
@@ -107,7 +117,6 @@ def test_colabs_first_cell_asks_for_another_gpu(
 def test_colabs_commands_are_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, process_state: None, printed: str, table: str
 ) -> None:
-    nbformat.validate(nbformat.read(NOTEBOOKS / "colab.ipynb", as_version=4))
     (tmp_path / "mine.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 300)
     monkeypatch.chdir(tmp_path)
     names = first_cell(tmp_path, printed, monkeypatch)
