@@ -287,7 +287,7 @@ def test_the_module_and_the_rewards_of_the_page_of_the_command_line_are_accepted
 def test_what_extends_the_package_trains(
     workdir: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Objective, schedules, reward, callback and module of the page, and the data module, in one run of two rollouts."""
+    """Objective, schedules, reward, callback and module of the page, and a data module, in one run of two rollouts."""
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.chdir(workdir)
     monkeypatch.setattr(sys, "argv", ["qerl"])
