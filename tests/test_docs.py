@@ -287,7 +287,7 @@ def test_the_module_and_the_rewards_of_the_page_of_the_command_line_are_accepted
 def test_what_extends_the_package_trains(
     workdir: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The objective, schedules, reward, callback and module of the page, in one run of two rollouts."""
+    """Objective, schedules, reward, callback and module of the page, and a data module, in one run of two rollouts."""
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.chdir(workdir)
     monkeypatch.setattr(sys, "argv", ["qerl"])
@@ -298,10 +298,12 @@ def test_what_extends_the_package_trains(
         "lr_scheduler": "my_schedules.py:wsd",
     }
     settings["rollout"]["rewards"] = ["my_short.py:short"]
+    settings["data"] = {"class_path": "my_data.Doubles", "init_args": {"batch_size": 2, "val_size": 2}}
     settings["noise"] = {"decay": "my_schedules.py:steps", "stages": 2}
     settings["trainer"] |= {"max_epochs": 1, "limit_train_batches": 2, "callbacks": ["my_callback.Positive"]}
-    module = QeRLCLI({"subcommand": "fit", "fit": settings}).model
-    assert type(module).__name__ == "Watched" and type(module.objective).__name__ == "Reinforce"
+    cli = QeRLCLI({"subcommand": "fit", "fit": settings})
+    made = [type(one).__name__ for one in (cli.model, cli.model.objective, cli.datamodule)]
+    assert made == ["Watched", "Reinforce", "Doubles"]
     logged = set(EventAccumulator(str(tmp_path)).Reload().Tags()["scalars"])
     assert {"my/positive_frac", "reward/short"} <= logged
 

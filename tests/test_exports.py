@@ -1,12 +1,15 @@
 """The ways out of `qerl export`: what rounding leaves of an adapter, and what vLLM and llama.cpp's converter read."""
 
 import importlib
+import importlib.util
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,18 @@ import yaml
 from fit_helpers import configuration
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny_families import write_checkpoint
+from tiny_families import write_checkpoint, write_wrapped, write_wrapped_qwen
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-from qerl_pl.cli.export import _Merged
+from qerl_pl.cli.export import _check_multimodal, _Merged
 from qerl_pl.cli.main import main
 from qerl_pl.cli.model_card import gguf_line
+from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
 from qerl_pl.formats.quantize import in_format
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
+from qerl_pl.policy.adapter import rename_to_multimodal
 from qerl_pl.toy.tokenizer import CHAT_TEMPLATE, EOS
 from qerl_pl.types import PolicyWeights
 
@@ -76,6 +82,88 @@ def test_a_base_in_16_bits_and_an_adapter_of_zeros_have_no_such_share(tiny_polic
         assert merged.kept_by_rounding() is None
 
 
+# A text model of a multimodal one -------------------------------------------------------------------------------------
+
+
+def policy_of(folder: Path) -> Policy:
+    config = PolicyConfig(path=str(folder), dtype="float32", quantization="none", lora=LoraConfig(rank=4))
+    return Policy(folder, config, torch.device("cpu"), seed=1).eval()
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("gemma-3", write_wrapped), ("qwen3.5", write_wrapped_qwen), ("qwen3.5-moe", write_wrapped_qwen)],
+)
+def test_a_multimodal_model_computes_with_a_renamed_adapter_what_the_text_model_does(
+    tmp_path: Path, name: str, write: Callable[[Path, Path], Path]
+) -> None:
+    """By PEFT, on transformers' multimodal model, after whose names vLLM maps."""
+    text = write_checkpoint(name, tmp_path / "text")
+    policy, generator, ids = policy_of(text), torch.Generator().manual_seed(7), torch.arange(40, 64)[None]
+    policy.load_trained_state(
+        {key: t + 0.05 * torch.randn(t.shape, generator=generator) for key, t in policy.trained_state().items()}
+    )
+    policy.save(tmp_path / "mine")
+    plain = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32)
+    wrapped = AutoModelForImageTextToText.from_pretrained(write(text, tmp_path / "wrapped"), dtype=torch.float32)
+    with torch.no_grad():
+        before = plain.eval()(ids).logits
+        expected = PeftModel.from_pretrained(plain, tmp_path / "mine").eval()(ids).logits
+        rename_to_multimodal(tmp_path / "mine", str(tmp_path / "wrapped"))
+        adapted = PeftModel.from_pretrained(wrapped, tmp_path / "mine").eval()
+        found = adapted(input_ids=ids).logits
+    assert all(".language_model." in key for key, _ in adapted.named_parameters() if ".lora_" in key)
+    assert (expected - before).abs().mean() > 0.05
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("inner", "is_model", "message"),
+    [
+        ("qwen2", True, r"renames an adapter's weights; got \S+ and a complete model to write; leave one out"),
+        (
+            "gemma3_text",
+            False,
+            r"text model is the run's base, qwen2; \S+ has gemma3_text; name the model that `qerl q",
+        ),
+        (None, False, r"text model is the run's base, qwen2; \S+ has none, or cannot be reached; name the model that"),
+        ("qwen2", False, None),
+    ],
+)
+def test_an_adapter_is_renamed_for_a_model_that_has_its_base(
+    tiny_policy_dir: Path, tmp_path: Path, inner: str | None, is_model: bool, message: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"model_type": inner}} if inner else {}))
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        _check_multimodal(str(tmp_path), tiny_policy_dir, is_model)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("module", ["gemma3_mm", "gemma4_mm", "qwen3_vl"])  # Qwen3.5's takes its names from the last
+def test_vllm_has_the_names_of_multimodal_models_that_an_adapter_gets(module: str) -> None:
+    """By its source: the modules import torchvision."""
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None and vllm.origin is not None
+    source = Path(vllm.origin).with_name("model_executor") / "models" / f"{module}.py"
+    assert '"model.language_model.": "language_model.model."' in source.read_text()
+
+
+@pytest.mark.nightly
+def test_an_export_for_a_multimodal_model_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrapped = write_wrapped(write_checkpoint("gemma-3", tmp_path / "text"), tmp_path / "wrapped")
+    assert main(["quantize", str(wrapped), str(tmp_path / "base")]) == 0
+    exported(tmp_path / "base", tmp_path, capsys)
+    mine = tmp_path / "multimodal"
+    assert main(["export", str(tmp_path / "run"), str(mine), "--multimodal", str(wrapped)]) == 0
+    line = f"vllm serve {wrapped} --enable-lora --lora-modules multimodal={mine} --max-lora-rank 8"
+    assert f"serve it: {line}\n" in capsys.readouterr().out
+    assert "vllm serve BASE --enable-lora --lora-modules multimodal=multimodal" in (mine / "README.md").read_text()
+    prefix = "base_model.model.model.language_model.layers."
+    assert all(name.startswith(prefix) for name in load_file(mine / "adapter_model.safetensors"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "two"), "--merge", "--multimodal", str(wrapped)]) == 2
+    assert not (tmp_path / "two").exists()
+
+
 # Other programs -------------------------------------------------------------------------------------------------------
 
 
@@ -120,11 +208,13 @@ print(json.dumps([each[token].logprob for token, each in zip(ids[1:], found.prom
 
 @pytest.mark.vllm
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen2", "gemma-3"])
 def test_vllm_reads_adapter_and_merged_weights_from_another_folder(
-    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """The adapter stands on a dense copy of its base: no CPU multiplies NVFP4 in vLLM."""
-    adapter, merged, printed = exported(tiny_policy_dir, tmp_path, capsys)
+    source = tiny_policy_dir if name == "qwen2" else write_checkpoint(name, tmp_path / "text")
+    adapter, merged, printed = exported(source, tmp_path, capsys)
     serving, rank = re.findall(r"serve it: vllm serve (\S+) --enable-lora .*--max-lora-rank (\d+)", printed)[0]
     assert f"serve it: vllm serve {tmp_path / 'merged'}\n" in printed
     dense = write_dense_checkpoint(Path(serving), tmp_path / "dense", torch.float32)

@@ -278,3 +278,37 @@ def test_the_line_that_serves_it(settings: dict[str, Any], merged: bool, line: s
 def test_an_adapter_with_trained_norms_is_served_merged() -> None:
     line = serving_line(PolicyConfig(train_norms=True), False, "BASE", "mine")
     assert line.startswith("qerl export RUN DST --merge && vllm serve DST") and "--enable-lora" not in line
+
+
+KEYS_AS_VALUES, TEXT = {"model_type": "gemma4_text", "attention_k_eq_v": True}, {"model_type": "qwen3_5_text"}
+
+
+@pytest.mark.parametrize(
+    ("config", "merged", "multimodal", "line"),
+    [
+        (
+            KEYS_AS_VALUES,
+            False,
+            False,
+            "qerl export RUN DST --merge && vllm serve DST  # vLLM's own LoRA does not .*keys",
+        ),
+        (
+            KEYS_AS_VALUES,
+            False,
+            True,
+            "qerl export RUN DST --merge && vllm serve DST  # vLLM's own LoRA does not .*keys",
+        ),
+        (KEYS_AS_VALUES, True, False, "vllm serve out/mine"),
+        (KEYS_AS_VALUES | {"attention_k_eq_v": False}, False, False, f"vllm serve BASE {ADAPTER} 16"),
+        (TEXT, False, False, f"vllm serve BASE {ADAPTER} 16  # vLLM 0.30 or later"),
+        (TEXT, True, False, "vllm serve out/mine  # vLLM 0.30 or later"),
+        (TEXT, False, True, f"vllm serve BASE {ADAPTER} 16"),
+        ({"model_type": "gemma3_text"}, False, False, f"vllm serve BASE {ADAPTER} 16"),
+    ],
+)
+def test_the_line_of_a_text_model_taken_out_of_a_multimodal_one(
+    tmp_path: Path, config: dict[str, Any], merged: bool, multimodal: bool, line: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    policy = PolicyConfig(path=str(tmp_path), lora=LoraConfig(rank=16))
+    assert re.fullmatch(line, serving_line(policy, merged, "BASE", "out/mine", multimodal))

@@ -94,6 +94,8 @@ def test_the_wheel_holds_code_types_and_configurations(unpacked: Path) -> None:
         assert {path.relative_to(unpacked / package) for path in (unpacked / package).rglob("*.py")} == modules
         assert (unpacked / package / "py.typed").is_file()
     assert (unpacked / "qerl_pl" / "cli" / "model_card.md").is_file()
+    licence = (unpacked / "qerl_pl-0.1.0.dist-info" / "licenses" / "LICENSE").read_text()
+    assert "END OF TERMS AND CONDITIONS" in licence and "Copyright 2026 The qerl_pl authors" in licence
     shipped = {path.name: path.read_bytes() for path in (ROOT / "configs").iterdir()}
     assert {path.name: path.read_bytes() for path in (unpacked / "qerl_pl" / "configs").iterdir()} == shipped
 

@@ -15,9 +15,9 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import QUANTIZATIONS, format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import fill_dense_folder
-from qerl_pl.formats.quantize import in_format
-from qerl_pl.models.folder import TensorFiles
-from qerl_pl.policy.adapter import is_adapter, read_adapter
+from qerl_pl.formats.quantize import config_in_reach, in_format
+from qerl_pl.models.folder import TensorFiles, read_config
+from qerl_pl.policy.adapter import is_adapter, read_adapter, rename_to_multimodal
 from qerl_pl.policy.lora import LoraConfig
 from qerl_pl.policy.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
@@ -98,7 +98,9 @@ def take_adapter(policy: Any, command: str, resume: object) -> None:
     policy.train_norms = False
 
 
-def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None) -> None:
+def export(
+    run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None, multimodal: str | None = None
+) -> None:
     """Write the adapter or model of a run, finished or not, with its tokenizer and a model card.
 
     Args:
@@ -108,6 +110,8 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         merge: Write bf16 weights with the adapter merged in. After full fine-tuning the model is written in any case,
             in `model.policy.dtype`.
         checkpoint: Which checkpoint; by default the newest complete one.
+        multimodal: Folder or hub name of the model of text and images that the base is the text model of, to serve the
+            adapter on it: vLLM silently ignores an adapter whose names are not those of the model that it serves.
     """
     require_absent(dst)
     path = checkpoint or saved_checkpoint(run)
@@ -122,6 +126,8 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
     base = config.base_folder()
+    if multimodal is not None:
+        _check_multimodal(multimodal, base, merge or config.lora_spec is None)
     check_fits(state, base=folder_fingerprint(base), finetune=config.finetune, scaling=config.scaling)
     policy = Policy(base, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
@@ -133,15 +139,36 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
             mark_trained(folder)
         else:
             policy.save(folder)
-        write_model_card(folder, run, given, policy, merge, steps, kind, dst.name)
+            if multimodal is not None:
+                rename_to_multimodal(folder, multimodal)
+        write_model_card(folder, run, given, policy, merge, steps, kind, dst.name, multimodal)
     print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
     own = config.path if config.quantization == "none" and config.path is not None else str(base)
-    print(f"serve it: {serving_line(config, merge, own, str(dst))}")
+    print(f"serve it: {serving_line(config, merge, multimodal or own, str(dst), multimodal is not None)}")
     if config.path is not None and (merge or policy.full_finetuning):  # no other program knows the toy's tokenizer
         print(f"as GGUF: {gguf_line(str(dst))}")
     if merged is not None and (kept := merged.kept_by_rounding()) is not None:
         advice = "quantizing them is fine" if kept >= KEPT else "serve them in 16 bits, or the adapter on its base"
         print(f"rounded to {config.quantization.upper()} again, they keep {kept:.2f} of the adapter's change: {advice}")
+
+
+def _check_multimodal(model: str, base: Path, is_model: bool) -> None:
+    """Refuse to name weights as another model has them, or a complete model's.
+
+    Raises:
+        UserError: They are a complete model's, or `model` is known to have another text model than `base`.
+    """
+    if is_model:
+        raise UserError(
+            f"--multimodal renames an adapter's weights; got {model} and a complete model to write; leave one out"
+        )
+    inner = config_in_reach(model).get("text_config") or {}
+    own, found = read_config(base)["model_type"], inner.get("model_type")
+    if own != found:
+        raise UserError(
+            f"--multimodal must be a model of text and images whose text model is the run's base, {own}; {model} has "
+            f"{found or 'none, or cannot be reached'}; name the model that `qerl quantize` took the base from"
+        )
 
 
 def _described(config: PolicyConfig, merge: bool) -> str:

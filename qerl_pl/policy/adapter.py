@@ -18,7 +18,7 @@ import torch
 from peft import get_peft_model_state_dict
 from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -328,6 +328,25 @@ class SavedAdapter:
 
 def _text(value: object) -> str:
     return (", ".join(value) or "none") if isinstance(value, tuple | list) else str(value)
+
+
+def rename_to_multimodal(folder: Path, base: str) -> None:
+    """Give a saved adapter of a text model the names that a model of text and images has for it, in place.
+
+    Args:
+        folder: Of the adapter.
+        base: Folder or hub name of that model.
+    """
+    weights, settings = folder / SAFETENSORS_WEIGHTS_NAME, folder / CONFIG_NAME
+    renamed = {
+        name.replace(".model.model.", ".model.model.language_model.", 1): t for name, t in load_file(weights).items()
+    }
+    save_file(renamed, weights, metadata={"format": "pt"})
+    saved = json.loads(settings.read_bytes())
+    targets = "|".join(re.escape(target.removeprefix("model.")) for target in saved["target_modules"])
+    # A regular expression: suffixes are names of an image encoder's linears, too.
+    saved |= {"base_model_name_or_path": base, "target_modules": rf".*\blanguage_model\.(.+\.)?({targets})"}
+    settings.write_text(json.dumps(saved, indent=2) + "\n")
 
 
 def is_adapter(folder: Path) -> bool:

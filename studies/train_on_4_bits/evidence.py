@@ -37,12 +37,15 @@ def write_evidence(plan: Plan, rows: Sequence[Row], pages: Path, raw: Path) -> P
         raise UserError(f"a report needs finished runs; {raw} has none of {plan.path}; run the study first")
     results = findings(plan, rows)
     stem = plan.path.stem
-    title = "Differences with 95 % intervals; green: the claim holds, red: it does not hold, light: at its ceiling"
+    title = (
+        "Differences in accuracy with 95 % intervals, the first of the table; green: the claim holds, red: it does not "
+        "hold, light: at its ceiling"
+    )
     differences = _image(title, pictures.forest(plan, results, pages / f"{stem}-claims.png"))
     curves = []
     for stratum in strata(plan):
         path = pages / ("-".join([stem, *map(str, stratum.values())]) + ".png")
-        curves += _image(pictures.caption(plan, rows, stratum), pictures.curves(plan, rows, stratum, path))
+        curves += _image(pictures.caption(plan, stratum), pictures.curves(plan, rows, stratum, path))
     text = [f"# {plan.title}", *opening(plan, rows, results), "## The study", _head(plan, rows, pages, raw)]
     text += [_verdicts(results), *differences, tables.differences(plan, results), *tables.sweeps(plan, rows)]
     text += ["## Curves", *curves, "## Methods", METHODS, tables.method_table(plan, rows)]

@@ -1,178 +1,125 @@
-"""Plots of a study: learning curves of methods, their paired differences, differences of claims."""
+"""Plots of a study: the two methods that it compares, every method's accuracy at the end, differences of claims.
 
-import itertools
-from collections.abc import Collection, Mapping, Sequence
+They are narrow, for a phone, and on a white ground, for a dark page.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import report
-from studies.train_on_4_bits.claims import ACCURACY, Contrast, Row, Statistic, rollouts_of_point
-from studies.train_on_4_bits.findings import Finding, Result, Unit, at, by_unit, interval_of, less, methods, unit_of
+from studies.train_on_4_bits.claims import ACCURACY, Contrast, Row, rollouts_of_point
+from studies.train_on_4_bits.findings import Result, Unit, at, by_unit, interval_of, methods, unit_of
 from studies.train_on_4_bits.plan import Level, Plan
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")  # colour-blind safe
-LINES = (("-", None), ("--", "none"))
-"""Line styles and the filling of markers (None: the colour's), one pair for each round of `COLOURS`."""
-MOST_BANDS = 5
-"""Of more methods than this, only one has the interval of its differences drawn."""
-OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": "#777777", "at its ceiling": "#cccccc"}
-UNITS = {
-    **{"held out": "accuracy", "gain": "accuracy", "reward": "reward"},
-    **{"sampler_entropy": "nats", "without_signal": "share of groups"},
-}
+COLOURS, GREY = ("#4477aa", "#ee6677"), "#777777"
+"""Of the two methods that a study compares, and of all others; colour-blind safe."""
+OF_VERDICT = {"holds": "#228833", "does not hold": "#ee6677", "undecided": GREY, "at its ceiling": "#cccccc"}
+MOST_ROWS = 9
+"""Differences in a picture; the page's table has all."""
+WIDTH, ROW_HEIGHT = 5.5, 0.65
+"""In inches: of a picture, and of a row with a name of two lines."""
 
 
 def curves(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level], path: Path) -> str | None:
-    """Plot reward, entropy and held-out accuracy: means of methods, and below their paired differences.
+    """Plot the reward of the two methods that the plan compares, and below every method's accuracy at the end.
 
-    The differences are to the reference, `plan.compare[1]`, with the 95 % intervals, over the units that both have, of
-    the methods that `with_intervals` names. Accuracies of the end alone are points with intervals. None without data.
+    Curves are means with 95 % intervals. Of accuracies all values are shown, with mean and interval. None without data.
     """
-    by_method = _by_method(plan, rows, stratum)
-    if not by_method:
+    found = {method: by_unit(plan, rows, {**stratum, "method": method}, ACCURACY) for method in methods(plan)}
+    final = {method: values for method, values in found.items() if values}
+    if not final:
         return None
-    shaded = with_intervals(plan, by_method)
-    figure = Figure(figsize=(14, 7), layout="constrained")
-    axes, reference = figure.subplots(2, 3), plan.compare[1]
-    styles = dict(zip(methods(plan), itertools.product(LINES, COLOURS), strict=False))
-    titles = {"reward": "reward", "sampler_entropy": "sampler entropy (nats per token)", "": f"held-out {plan.measure}"}
-    for (above, below), (curve, title) in zip(axes.T, titles.items(), strict=True):
-        points = {method: _points(plan, measured, curve) for method, measured in by_method.items()}
-        above.set(title=title)
-        below.set(title=f"less {plan.label('method', reference)}")
-        if not curve and all(len(one) <= 1 for runs in points.values() for one in runs.values()):
-            above.set(title=f"{title}, at the end")
-            final = {method: by_unit(plan, rows, {**stratum, "method": method}, ACCURACY) for method in by_method}
-            _final_accuracies(plan, (above, below), final, styles)
-            continue
-        for method, runs in points.items():
-            label = plan.label("method", method)
-            _band(plan, above, runs, styles[method], label, shade=False)
-            if method != reference and reference in points:
-                _band(plan, below, _less(runs, points[reference]), styles[method], label, shade=method in shaded)
-        below.set(xlabel="rollouts")
-    for axis in axes[1]:
-        axis.axhline(0, color="black", lw=0.8)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    heights = (3.0, ROW_HEIGHT * len(final) + 0.5)
+    figure = Figure(figsize=(WIDTH, sum(heights)), layout="constrained")
+    above, below = figure.subplots(2, 1, height_ratios=heights)
+    colours = dict(zip(reversed(plan.compare), COLOURS, strict=True))
+    for method, colour in colours.items():
+        if measured := at(plan, rows, {**stratum, "method": method}):
+            _band(plan, above, _rewards(plan, measured), colour, plan.label("method", method))
+    above.set(xlabel="rollouts", ylabel="reward")
+    above.legend()
+    for row, (method, values) in enumerate(final.items()):
+        interval, colour = interval_of(plan, values), colours.get(method, GREY)
+        assert interval is not None
+        below.plot(list(values.values()), [row] * len(values), "o", color=colour, markersize=4, alpha=0.35)
+        if interval.count > 1:
+            below.plot([interval.low, interval.high], [row, row], color=colour, lw=2)
+        below.plot(interval.mean, row, "|", color=colour, markersize=14, mew=2)
+    _name_rows(below, [plan.label("method", method) for method in final])
+    below.set(xlabel=f"held-out {plan.measure} at the end")
+    above.grid(alpha=0.3)
     return report.save_figure(figure, path)
 
 
-def with_intervals(plan: Plan, shown: Collection[Level]) -> list[Level]:
-    """The methods whose differences are drawn with an interval: all, or of more than `MOST_BANDS` the first."""
-    return list(shown) if len(shown) <= MOST_BANDS else [plan.compare[0]]
-
-
-def caption(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level]) -> str:
+def caption(plan: Plan, stratum: Mapping[str, Level]) -> str:
     """What `curves` shows."""
-    shown = _by_method(plan, rows, stratum)
-    shaded = with_intervals(plan, shown)
-    whose = f" (of curves: {plan.label('method', shaded[0])} alone)" if len(shaded) < len(shown) else ""
-    return f"Means of methods{of(plan, stratum)} and, below, their differences, paired, with 95 % intervals{whose}"
-
-
-def _by_method(plan: Plan, rows: Sequence[Row], stratum: Mapping[str, Level]) -> dict[Level, list[Row]]:
-    """Rows by method, in the plan's order, of the methods that have any."""
-    by_method = {method: at(plan, rows, {**stratum, "method": method}) for method in methods(plan)}
-    return {method: measured for method, measured in by_method.items() if measured}
+    compared = " and ".join(plan.label("method", method) for method in plan.compare)
+    return (
+        f"Reward of {compared}{of(plan, stratum)} and, below, accuracy of each method at the end, with 95 % intervals"
+    )
 
 
 Curve = dict[float, float]
-Style = tuple[tuple[str, str | None], str]
-"""Line style, filling of markers, and colour."""
 
 
-def _points(plan: Plan, measured: Sequence[Row], name: str) -> dict[Unit, Curve]:
-    """A curve of each run, by rollout; an empty name is the held-out accuracy."""
+def _rewards(plan: Plan, measured: Sequence[Row]) -> dict[Unit, Curve]:
+    """The reward of each run, by rollout."""
     curves = {}
     for row in measured:
-        values = row["curves"].get(name, [])
+        values = row["curves"].get("reward", [])
         width = rollouts_of_point(row, values) if values else 0
-        points = [(width * (index + 0.5), value) for index, value in enumerate(values)]
-        if not name:
-            points = row["held_out"].get(plan.measure, [])
-        curves[unit_of(plan, row)] = {rollout: value for rollout, value in points if value is not None}
+        points = {width * (index + 0.5): value for index, value in enumerate(values)}
+        curves[unit_of(plan, row)] = {rollout: value for rollout, value in points.items() if value is not None}
     return curves
 
 
-def _less(first: Mapping[Unit, Curve], second: Mapping[Unit, Curve]) -> dict[Unit, Curve]:
-    """The first curve less the second at their common points, of the units that both have."""
-    pairs = [(unit, first[unit], second[unit]) for unit in first if unit in second]
-    return {
-        unit: {rollout: one[rollout] - two[rollout] for rollout in one if rollout in two} for unit, one, two in pairs
-    }
-
-
-def _band(
-    plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], style: Style, label: str, *, shade: bool = True
-) -> None:
+def _band(plan: Plan, axis: Axes, curves: Mapping[Unit, Curve], colour: str, label: str) -> None:
     """Plot the mean of the curves, and its 95 % interval, at every point that all of them have."""
-    rollouts = sorted(set.intersection(*map(set, curves.values()))) if curves else []  # fewer seeds are not comparable
+    rollouts = sorted(set.intersection(*map(set, curves.values())))  # fewer seeds are not comparable
     estimates = [interval_of(plan, {unit: curve[rollout] for unit, curve in curves.items()}) for rollout in rollouts]
     intervals = [interval for interval in estimates if interval is not None]
-    marker = "o" if len(rollouts) < 12 else None
-    (line, _), colour = style
-    means = [one.mean for one in intervals]
-    axis.plot(rollouts, means, ls=line, color=colour, label=label, marker=marker, markersize=3)
-    if shade:
-        lows, highs = [one.low for one in intervals], [one.high for one in intervals]
-        axis.fill_between(rollouts, lows, highs, color=colour, alpha=0.15, lw=0)
+    axis.plot(rollouts, [one.mean for one in intervals], color=colour, label=label)
+    lows, highs = [one.low for one in intervals], [one.high for one in intervals]
+    axis.fill_between(rollouts, lows, highs, color=colour, alpha=0.2, lw=0)
 
 
-def _final_accuracies(
-    plan: Plan, axes: Sequence[Axes], final: Mapping[Level, Mapping[Unit, float]], styles: Mapping[Level, Style]
-) -> None:
-    """Plot accuracies that were measured once, by method, and below their differences: all values, means, intervals."""
-    reference = final.get(plan.compare[1], {})
-    for x, (method, values) in enumerate(final.items()):
-        differences = less(values, reference) if method != plan.compare[1] else {}
-        (line, filling), colour = styles[method]
-        for axis, shown in zip(axes, (values, differences), strict=True):
-            interval = interval_of(plan, shown)
-            if interval is None:
-                continue
-            height = list(shown.values())
-            axis.plot([x] * len(shown), height, "o", color=colour, mfc=filling, markersize=4, alpha=0.35)
-            errors = [[interval.mean - interval.low], [interval.high - interval.mean]] if interval.count > 1 else None
-            bars = axis.errorbar(x, interval.mean, errors, fmt="_", color=colour, markersize=16, capsize=5)[2]
-            for bar in bars:
-                bar.set_linestyle(line)
-    for axis in axes:
-        axis.set(xlim=(-1, len(final)), xticks=[])
-
-
-def _unit(statistic: Statistic) -> str:
-    return UNITS[statistic.curve] + (" per 100 rollouts" if statistic.growth else "")
+def _name_rows(axis: Axes, names: Sequence[str]) -> None:
+    """Write each row's name above its values."""
+    for row, name in enumerate(names):
+        text = textwrap.fill(name, 60)
+        axis.text(0.01, row - 0.15, text, transform=axis.get_yaxis_transform(), va="bottom", linespacing=1.0)
+    axis.set(ylim=(len(names) - 0.6, -0.9), yticks=[])
+    axis.grid(axis="x", alpha=0.3)
 
 
 def forest(plan: Plan, results: Sequence[Result], path: Path) -> str | None:
-    """Plot every difference with its interval, grouped by unit; None without data."""
-    entries = [one for result in results for one in result.findings if one.difference is not None]
-    by_unit: dict[str, list[Finding]] = {}
-    for unit in dict.fromkeys(_unit(one.contrast.statistic) for one in entries):
-        by_unit[unit] = [one for one in entries if _unit(one.contrast.statistic) == unit]
-    if not by_unit:
+    """Plot the first differences in accuracy with their intervals, each under its name; None without data."""
+    found = [
+        (f"{sides(plan, one.contrast)}{of(plan, one.stratum)}", one)
+        for result in results
+        for one in result.findings
+        if one.difference is not None and one.contrast.statistic == ACCURACY
+    ]
+    entries = dict(list(dict(found).items())[:MOST_ROWS])
+    if not entries:
         return None
-    heights = [len(group) + 1.2 for group in by_unit.values()]
-    figure = Figure(figsize=(10, 0.32 * sum(heights) + 0.8), layout="constrained")
-    axes = figure.subplots(len(by_unit), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (unit, group) in zip(axes, by_unit.items(), strict=True):
-        for row, one in enumerate(group):
-            difference, colour = one.difference, OF_VERDICT[one.verdict]
-            assert difference is not None
-            if difference.count > 1:
-                axis.plot([difference.low, difference.high], [row, row], color=colour, lw=2)
-            axis.plot(difference.mean, row, "o", color=colour, markersize=5)
-            if one.contrast.margin:
-                axis.plot(-one.contrast.margin, row, "|", color="black", markersize=9)
-        names = [f"{sides(plan, one.contrast)}{one.contrast.statistic.when}{of(plan, one.stratum)}" for one in group]
-        axis.set_yticks(range(len(group)), names, fontsize=8)
-        axis.set(title=f"difference, {unit}", ylim=(len(group) - 0.4, -0.6))
-        axis.axvline(0, color="black", lw=0.8)
-        axis.grid(axis="x", alpha=0.3)
+    figure = Figure(figsize=(WIDTH, ROW_HEIGHT * len(entries) + 0.5), layout="constrained")
+    axis = figure.subplots()
+    for row, one in enumerate(entries.values()):
+        difference, colour = one.difference, OF_VERDICT[one.verdict]
+        assert difference is not None
+        if difference.count > 1:
+            axis.plot([difference.low, difference.high], [row, row], color=colour, lw=2)
+        axis.plot(difference.mean, row, "o", color=colour, markersize=5)
+        if one.contrast.margin:
+            axis.plot(-one.contrast.margin, row, "|", color="black", markersize=9)
+    _name_rows(axis, list(entries))
+    axis.set(xlabel="difference in accuracy")
+    axis.axvline(0, color="black", lw=0.8)
     return report.save_figure(figure, path)
 
 

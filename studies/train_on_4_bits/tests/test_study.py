@@ -338,7 +338,7 @@ def test_a_band_ends_where_not_all_curves_have_a_value() -> None:
     axis = Figure().subplots()
     curves: dict[tuple[str | int | float | bool, ...], dict[float, float]]
     curves = {(0,): {1: 0.1, 3: 0.3, 4: 0.4}, (1,): {1: 0.3, 2: 0.4, 3: 0.5}}
-    _band(read_plan(STUDY / "first.yaml"), axis, curves, (("-", None), "#000000"), "both")
+    _band(read_plan(STUDY / "first.yaml"), axis, curves, "#000000", "both")
     assert list(axis.lines[0].get_xdata()) == [1, 3] and list(axis.lines[0].get_ydata()) == pytest.approx([0.2, 0.4])
 
 

@@ -11,6 +11,7 @@ from benchmarks import report
 from studies.train_on_4_bits import pictures
 from studies.train_on_4_bits.claims import claims
 from studies.train_on_4_bits.evidence import write_evidence
+from studies.train_on_4_bits.findings import findings
 from studies.train_on_4_bits.tests.test_study import ENDS, plan_of, rows_of
 
 
@@ -34,20 +35,14 @@ def test_rates_that_are_values_alone_rise_as_numbers(tmp_path: Path) -> None:
     assert [contrast.first["lr"] for contrast in found["learning rate"].contrasts] == [1.0]
 
 
-def test_accuracies_are_averaged_at_the_rollout_that_they_were_measured_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan, drawn = plan_of(tmp_path), list[Any]()
-    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["method"] == "nvfp4_aqn"][:2]
-    for row, points in zip(rows, ([[0, 0.4], [4, 0.8]], [[0, 0.4], [2, 0.5], [4, 0.8]]), strict=True):
-        row["held_out"]["val/pass@1"] = points
-        row["levels"] = {**row["levels"], "decay": "exponential"}
-    monkeypatch.setattr(pictures, "_band", lambda plan, axis, curves, *_, **rest: drawn.append(curves))
-    pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
-    assert drawn[2] == {(0,): {0: 0.4, 4: 0.8}, (1,): {0: 0.4, 2: 0.5, 4: 0.8}}
+def drawn_figure(plan: Any, rows: list[dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Figure:
+    figures = list[Figure]()
+    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
+    pictures.curves(plan, rows, {"policy": "toy"}, folder / "one.png")
+    return figures[0]
 
 
-def test_accuracies_of_the_end_alone_are_points_and_a_run_that_diverged_has_accuracy_zero(
+def test_accuracies_of_the_end_are_rows_of_points_and_a_run_that_diverged_has_accuracy_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(tmp_path)
@@ -55,51 +50,41 @@ def test_accuracies_of_the_end_alone_are_points_and_a_run_that_diverged_has_accu
     for row in rows:
         row["held_out"] = {"val/pass@1": row["held_out"]["val/pass@1"][-1:]}
     rows[0] |= {"ended": "diverged", "held_out": {}}
-    figures = list[Figure]()
-    monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
-    pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
-    above, below = figures[0].axes[2], figures[0].axes[5]
-    assert above.get_title() == "held-out val/pass@1, at the end"
-    accuracies, differences = (
-        [line.get_ydata() for line in axis.lines if line.get_marker() == "o"] for axis in (above, below)
-    )
+    _, below = drawn_figure(plan, rows, tmp_path, monkeypatch).axes
+    assert below.get_xlabel() == "held-out val/pass@1 at the end"
+    accuracies = [line.get_xdata() for line in below.lines if line.get_marker() == "o"]
     assert np.array(accuracies) == pytest.approx(np.array([[0, 0.72, 0.71], [0.75, 0.76, 0.77], [0.80, 0.83, 0.80]]))
-    assert np.array(differences) == pytest.approx(np.array([[0.75, 0.04, 0.06], [0.80, 0.11, 0.09]]))
-    assert len(above.containers) == 3 and len(below.containers) == 2  # means with their intervals
+    assert [text.get_text() for text in below.texts] == ["lora16", "nvfp4", "NVFP4 + AQN"]
+    means = [line.get_xdata() for line in below.lines if line.get_marker() == "|"]
+    assert np.ravel(means) == pytest.approx([(0 + 0.72 + 0.71) / 3, 0.76, 0.81])
 
 
-def test_bands_are_of_differences_paired_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, drawn = plan_of(tmp_path), dict[str, Any]()
-    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["seed"] < 2 and row["levels"]["lr"] == "own"]
-    rows = [row for row in rows if row["levels"]["decay"] == "exponential"]
-    shaded = []
-
-    def band(plan: Any, axis: Any, curves: Any, colour: str, label: str, shade: bool = True) -> None:
-        shaded.append(shade)
-        if shade:
-            drawn.setdefault(label, []).append(curves)
-
-    monkeypatch.setattr(pictures, "_band", band)
-    pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
-    assert shaded.count(False) == 9 and set(drawn) == {"nvfp4", "NVFP4 + AQN"}  # less lora16, the reference
-    reward, entropy, accuracy = drawn["NVFP4 + AQN"]
-    assert reward == {(seed,): dict.fromkeys([0.5, 1.5, 2.5, 3.5], 0.0) for seed in (0, 1)}
-    assert entropy[(1,)] == pytest.approx({0.5: 0.15, 1.5: 0.15, 2.5: 0.0})
-    assert accuracy[(0,)] == pytest.approx({0: 0.0, 4: 0.1}) and accuracy[(1,)] == pytest.approx({0: 0.0, 4: 0.11})
+def test_curves_are_the_rewards_of_the_two_methods_compared_each_with_a_band(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path)
+    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["lr"] == "own"]
+    above, _ = drawn_figure(plan, rows, tmp_path, monkeypatch).axes
+    lines = {line.get_label(): line for line in above.lines}
+    assert list(lines) == ["lora16", "NVFP4 + AQN"] and len(above.collections) == 2
+    for line in lines.values():
+        assert list(line.get_xdata()) == [0.5, 1.5, 2.5, 3.5] and line.get_ydata() == pytest.approx(
+            [0.1, 0.2, 0.3, 0.6]
+        )
+    assert pictures.caption(plan, {"policy": "toy"}).startswith(
+        "Reward of NVFP4 + AQN and lora16 (toy) and, below, acc"
+    )
 
 
-def test_of_many_methods_the_first_compared_has_a_band_and_colours_return_with_dashes(
+def test_a_picture_of_differences_has_nine_rows_each_with_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, figures = plan_of(tmp_path), list[Figure]()
-    rows = [row for row in rows_of(plan, ENDS) if row["levels"]["lr"] == "own"]
+    results = findings(plan, rows_of(plan, ENDS))
     monkeypatch.setattr(report, "save_figure", lambda figure, path: figures.append(figure))
-    monkeypatch.setattr(pictures, "COLOURS", pictures.COLOURS[:2])
-    for most, bands in ((3, 2), (2, 1)):
-        monkeypatch.setattr(pictures, "MOST_BANDS", most)
-        pictures.curves(plan, rows, {"policy": "toy"}, tmp_path / "one.png")
-        assert len(figures[-1].axes[3].collections) == bands  # less lora16, the reference
-        assert ("alone" in pictures.caption(plan, rows, {"policy": "toy"})) is (bands == 1)
-    lines = {line.get_label(): (line.get_color(), line.get_linestyle()) for line in figures[-1].axes[0].lines}
-    first, second = pictures.COLOURS
-    assert [lines[name] for name in ("lora16", "nvfp4", "NVFP4 + AQN")] == [(first, "-"), (second, "-"), (first, "--")]
+    for most in (9, 2):
+        monkeypatch.setattr(pictures, "MOST_ROWS", most)
+        pictures.forest(plan, results, tmp_path / "one.png")
+    many, two = ([text.get_text() for text in figure.axes[0].texts] for figure in figures)
+    assert len(set(many)) == len(many) <= 9 and two == many[:2] and two[0] == "NVFP4 + AQN − lora16 (toy)"
+    assert all(len(line) <= 60 for name in many for line in name.split("\n"))
