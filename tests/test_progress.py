@@ -1,28 +1,22 @@
 """What a terminal, and a file in its place, shows of a run while it trains."""
 
 import csv
-import errno
 import itertools
 import logging
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from rich.console import Console
-from rich.progress import Progress
 from short_run import data, module_of, rollout_of
 
-from qerl_pl.callbacks import RolloutLines, RunBar
+from qerl_pl.callbacks import RolloutLines
 from qerl_pl.callbacks import progress as progress_module
-from qerl_pl.callbacks.progress import held_out_metrics, progress_bar
+from qerl_pl.callbacks.progress import held_out_metrics
 from qerl_pl.datamodules import ConversationDataModule
-from qerl_pl.errors import UserError
 from qerl_pl.modules import PolicyConfig, SFTModule
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
@@ -81,12 +75,6 @@ def test_supervised_fine_tuning_has_a_line_for_each_logged_step_and_validation_a
     ]
 
 
-@pytest.mark.parametrize(("terminal", "kind"), [(True, RunBar), (False, RolloutLines)])
-def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type) -> None:
-    monkeypatch.setattr(progress_module, "get_console", lambda: Console(force_terminal=terminal))
-    assert type(progress_bar()) is kind
-
-
 def test_held_out_numbers_say_how_they_were_sampled() -> None:
     metrics = {"val/MATH/accuracy": 0.5, "val/MATH/pass@1": 0.25, "val/pass@8": 1.0, "val/length_mean": 9.0}
     assert held_out_metrics(metrics) == {"greedy accuracy on MATH": 0.5, "sampled pass@1 on MATH": 0.25}
@@ -97,36 +85,3 @@ def test_held_out_numbers_say_how_they_were_sampled() -> None:
 def test_teaching_the_toy_policy_draws_no_bar_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_toy_policy(ToyConfig(layers=1, intermediate=128, steps=2, batch_size=1), tmp_path)
     assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_that_has_gone_does_not_keep_other_callbacks_from_saving() -> None:
-    def gone() -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    bar: Any = RunBar()
-    bar.progress = SimpleNamespace(stop=gone)
-    bar.on_exception(None, None, UserError("a reward fails"))
-
-
-def bar_of(max_epochs: int | None) -> Any:
-    """The bar of a run of 120 batches an epoch."""
-    bar: Any = RunBar()
-    limits = {"max_epochs": max_epochs, "max_steps": -1, "num_training_batches": 120, "is_global_zero": True}
-    bar.setup(SimpleNamespace(**limits), None, "fit")
-    return bar
-
-
-@pytest.mark.parametrize("columns", [30, 60, 80, 250])
-def test_the_bar_is_one_line_as_wide_as_the_terminal(columns: int) -> None:
-    bar, trainer = bar_of(-1), SimpleNamespace(state=SimpleNamespace(fn="fit"))
-    progress = Progress(*bar.configure_columns(trainer), console=Console(width=columns, legacy_windows=False))
-    progress.add_task(bar._get_train_description(3), total=120, completed=119)
-    with progress.console.capture() as drawn:
-        progress.console.print(progress.get_renderable())
-    (line,) = drawn.get().splitlines()
-    assert line.startswith("Epoch 3 ") and line.rstrip().endswith(" 119/120") and columns - 2 <= len(line) <= columns
-
-
-@pytest.mark.parametrize(("max_epochs", "text"), [(-1, "Epoch 2"), (5, "Epoch 2/4"), (None, "Epoch 2")])
-def test_an_epoch_of_a_run_of_so_many_steps_has_no_last_one(max_epochs: int | None, text: str) -> None:
-    assert bar_of(max_epochs)._get_train_description(2).rstrip() == text

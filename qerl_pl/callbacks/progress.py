@@ -1,16 +1,14 @@
-"""Progress of a run: a log line for each rollout and validation, in a terminal above a bar."""
+"""Progress of a run: a log line for each rollout and validation."""
 
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
-from rich import get_console
 
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import PROGRESS_BAR, QeRLModule
@@ -20,12 +18,6 @@ log = logging.getLogger(__name__)
 HELD_OUT = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1", "reward_mean": "mean reward"}
 HELD_OUT |= {"loss": "loss", "mean_token_accuracy": "token accuracy"}
 """Metrics of a validation, those of supervised fine-tuning last, and how a line names them."""
-
-
-def progress_bar() -> ProgressBar:
-    """A `RunBar` on a terminal or in a notebook, elsewhere `RolloutLines`."""
-    console = get_console()
-    return RunBar() if console.is_terminal or console.is_jupyter else RolloutLines()
 
 
 def held_out_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -54,13 +46,11 @@ class RolloutLines(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        super().on_train_start(trainer, pl_module)
         if isinstance(pl_module, PolicyModule):
             self._began, self._first = time.perf_counter(), pl_module.policy_version
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log the line of the rollout, or of a step as often as the loggers get it."""
-        super().on_train_batch_end(trainer, pl_module, *batch)
         if not self._enabled or not isinstance(pl_module, PolicyModule):
             return
         step, planned, metrics = pl_module.policy_version, pl_module.planned_batches(), trainer.callback_metrics
@@ -76,7 +66,6 @@ class RolloutLines(ProgressBar):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the validation's line."""
-        super().on_validation_end(trainer, pl_module)
         if not self._enabled or trainer.state.fn != TrainerFn.FITTING or not isinstance(pl_module, PolicyModule):
             return
         if isinstance(pl_module, QeRLModule):
@@ -86,25 +75,3 @@ class RolloutLines(ProgressBar):
         if found:
             values = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
             log.info("validation after %d %s: %s", pl_module.policy_version, kind, values)
-
-
-class RunBar(RolloutLines, RichProgressBar):
-    """Lightning's bar, as wide as the terminal, below the lines of `RolloutLines`."""
-
-    def configure_columns(self, trainer: Trainer) -> list[Any]:
-        """In training the epoch, the bar and the number of batches: the run's time left is in the lines."""
-        columns: list[Any] = super().configure_columns(trainer)
-        columns[1].bar_width = None
-        return columns[:3] if trainer.state.fn == TrainerFn.FITTING else columns
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        """Nothing: the lines have the metrics."""
-        return {}
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        endless = self.trainer.max_epochs == -1  # as max_steps has it
-        return f"Epoch {current_epoch}" if endless else super()._get_train_description(current_epoch)
-
-    def _stop_progress(self) -> None:
-        with suppress(OSError):  # of a terminal that has gone: callbacks after this one save the run
-            super()._stop_progress()
