@@ -133,7 +133,7 @@ def export(run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = 
             mark_trained(folder)
         else:
             policy.save(folder)
-        write_model_card(folder, run, given, policy, merge, steps, kind, dst.name)
+        write_model_card(folder, run, given or {}, policy, merge, steps, kind, dst.name)
     print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
     own = config.path if config.quantization == "none" and config.path is not None else str(base)
     print(f"serve it: {serving_line(config, merge, own, str(dst))}")
