@@ -82,9 +82,6 @@ class Monitor(Callback):
     (`trainer.num_sanity_val_steps: -1`), is logged at step -1.
     """
 
-    def __init__(self) -> None:
-        self._held = self._sampling_peak = 0.0
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout once."""
         for logger in trainer.loggers:
@@ -120,8 +117,8 @@ class Monitor(Callback):
                 logger.log_metrics(metrics, step=BEFORE_TRAINING)
 
     def _begin_peak(self, module: LightningModule) -> None:
+        self._sampling_peak = _peak_gib(module.device)
         if module.device.type == "cuda":
-            self._sampling_peak = _peak_gib(module.device)
             self._held = torch.cuda.memory_allocated(module.device) / GIB - _gradient_gib(module)
             torch.cuda.reset_peak_memory_stats(module.device)
 

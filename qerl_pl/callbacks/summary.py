@@ -40,18 +40,11 @@ class RunSummary(Callback):
     validation sets they are dictionaries by name.
     """
 
-    def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self.train_seconds = 0.0
-        self.curves: dict[str, dict[str, list[tuple[int, float]]]] = {metric: {} for metric in METRICS}
-        """Points (rollouts so far, value) by metric and validation set; "" for training or if there is only one set."""
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the curves of an earlier fit."""
-        if stage == "fit":
-            self._clear()
+        self._began, self.train_seconds = time.perf_counter(), 0.0
+        self.curves: dict[str, dict[str, list[tuple[int, float]]]] = {metric: {} for metric in METRICS}
+        """Points (rollouts so far, value) by metric and validation set; "" for training or if there is only one set."""
 
     def state_dict(self) -> dict[str, Any]:
         """Time and curves so far, for a summary of the whole run."""
@@ -73,13 +66,11 @@ class RunSummary(Callback):
             if tag in trainer.callback_metrics:
                 self._record(tag, "", pl_module.policy_version - 1, trainer.callback_metrics[tag])
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop the clock, after the last validation."""
-        self.train_seconds = time.perf_counter() - self._began
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the accuracies and rewards."""
+        """Record the accuracies and rewards; validation counts as training time."""
         assert isinstance(pl_module, QeRLModule)
+        if not trainer.sanity_checking:
+            self.train_seconds = time.perf_counter() - self._began
         for tag, value in pl_module.validation_metrics().items():
             stage_and_set, _, metric = tag.rpartition("/")  # val, or val/NAME
             if metric in METRICS:
