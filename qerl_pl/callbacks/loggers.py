@@ -105,11 +105,8 @@ def flatten(settings: Any, key: str = "") -> dict[str, Any]:
 
 
 def _class_name(settings: Any) -> str:
-    return short_name(str(settings.get("class_path", ""))) if isinstance(settings, dict) else ""
-
-
-def short_name(path: str) -> str:
-    """The last name of an import path; one in a file, file.py:name, as it is."""
+    """The last name of a class's import path; one in a file, file.py:name, as it is; empty for other settings."""
+    path = str(settings.get("class_path", "")) if isinstance(settings, dict) else ""
     return path if ":" in path else path.rpartition(".")[2]
 
 

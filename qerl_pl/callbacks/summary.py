@@ -127,9 +127,10 @@ class RunSummary(Callback):
 
         figure = Figure(figsize=(10, 6), layout="constrained")
         for axis, (title, curves) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
-            for metric, label in curves.items():
+            for style, (metric, label) in zip(("-", "--"), curves.items(), strict=False):
+                marker = "" if "/" in metric else "o"
                 for name, points in self.curves[metric].items():
-                    axis.plot(*zip(*points, strict=True), "-" if "/" in metric else "o-", label=f"{label} {name}")
+                    axis.plot(*zip(*points, strict=True), style + marker, label=f"{label} {name}")
             axis.set(title=title, xlabel="rollout")
             axis.grid(alpha=0.3)
             if title in ("held-out accuracy", "groups without signal"):
