@@ -130,7 +130,7 @@ def test_the_command_repeats_the_run(run: Path, exported: Path, monkeypatch: pyt
     before["trainer"]["default_root_dir"] = None
     before["data"]["init_args"]["path"] = "sums.jsonl"
     assert after == before
-    assert yaml.safe_load(text.partition("```yaml\n")[2].partition("\n```")[0]) == after
+    assert yaml.safe_load(text.partition("````yaml\n")[2].partition("\n````")[0]) == after
     monkeypatch.chdir(exported)
     settings = built(*command.split())
     assert settings.trainer.default_root_dir == "runs/qerl_config"
