@@ -103,7 +103,10 @@ def test_each_set_has_its_own_metrics(
     assert summary["accuracy_after"] == right
     assert summary["accuracy_before"] == {"easy": None, "MATH-500": None}  # the run began without a validation
     assert "accuracy on MATH-500" in capsys.readouterr().out
-    again = RunSummary()
+    again: Any = RunSummary()
+    again.setup(None, None, "fit")
+    again.load_state_dict({"train_seconds": 1.0, "curves": {"reward/mean": [0.5]}, "validations": {}})  # once
+    assert (again.train_seconds, not any(again.curves.values())) == (1.0, True)
     again.load_state_dict(seen.state_dict())
     totals = {name: held_out[f"val/{name}/reward_mean"] for name in vowels}
     for metric, values in {"pass@1": right, "accuracy": right, "reward_mean": totals}.items():

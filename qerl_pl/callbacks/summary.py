@@ -48,11 +48,11 @@ class RunSummary(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Time and curves so far, for a summary of the whole run."""
-        return {"train_seconds": self.train_seconds, "curves": self.curves}
+        return {"train_seconds": self.train_seconds, "points": self.curves}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load them."""
-        self.train_seconds, self.curves = state_dict["train_seconds"], state_dict["curves"]
+        """Load them; the curves of an earlier version, which had no points, are left out."""
+        self.train_seconds, self.curves = state_dict["train_seconds"], state_dict.get("points", self.curves)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""

@@ -61,7 +61,8 @@ def write_model_card(
     if plotted := (run / "run.png").is_file():
         shutil.copyfile(run / "run.png", folder / "run.png")
     config, path = policy.config, run / "summary.json"
-    summary = json.loads(path.read_bytes()) if path.is_file() else None
+    summary = json.loads(path.read_bytes()) if path.is_file() else {}
+    complete = "held_out_reward_before" in summary  # an earlier version's has fewer values
     hub, base = _hub_name(config.path), Path(config.path or "Toy policy").name
     objective = flatten(given.get("model", {}).get("objective")).get("")
     formats = [] if config.quantization == "none" else [config.quantization]
@@ -87,8 +88,8 @@ def write_model_card(
         training=f"{STEP[kind]} of {kind}",
         versions=installed_versions(PACKAGES),
         plotted=plotted,
-        summary=summary,
-        rows=summary_rows(summary) if summary else [],
+        rows=summary_rows(summary) if complete else [],
+        finished=summary["steps"] if complete else steps,
         evaluation=_evaluation(run / "evaluation.json", policy),
         serving=_serving_of_the_card(config, merged, name),
         config=public.strip(),
