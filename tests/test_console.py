@@ -15,8 +15,8 @@ from qerl_pl.cli.error_messages import explain
 from qerl_pl.cli.export import export
 from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.errors import UserError
-from qerl_pl.import_path import load_named
 from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO, verify
+from qerl_pl.runtime.import_path import load_named
 
 ROOT = Path(__file__).parents[1]
 

@@ -23,12 +23,12 @@ from qerl_pl.callbacks.completions import _row
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.environments.contract import ToolAnswer
-from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSampler, environment_row
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
 from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions, pad_routing
+from qerl_pl.rollout.dialogue_sampler import DialogueConfig, DialogueJob, DialogueSampler, environment_row
 from qerl_pl.rollout.scoring import Scorer, last_turn
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber

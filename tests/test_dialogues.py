@@ -10,8 +10,8 @@ import pytest
 import torch
 from dialogue_helpers import TOOLS, Answering, LocalPool, Talking, end_of, expected_suffix, tokenizer_of
 
-from qerl_pl.environments.sampler import DialogueConfig, DialogueJob, DialogueSampler
 from qerl_pl.rollout.collector import pad_completions
+from qerl_pl.rollout.dialogue_sampler import DialogueConfig, DialogueJob, DialogueSampler
 from qerl_pl.toy.tokenizer import CHAT_TEMPLATE
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 

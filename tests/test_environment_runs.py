@@ -112,8 +112,8 @@ def test_a_run_trains_on_dialogues_with_the_environments_reward(whole: Path) -> 
 def die_at(moment: int) -> None:
     """SIGKILL at the event number `moment`: a round of sampling, a finished turn, a gradient, a checkpoint."""
     from qerl_pl.engines.transformers import TransformersEngine
-    from qerl_pl.environments.sampler import _Running
     from qerl_pl.modules.update import RunningUpdate
+    from qerl_pl.rollout.dialogue_sampler import _Running
     from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 
     left = [moment]

@@ -54,9 +54,9 @@ def checkpoint(run: Path, name: str) -> dict[str, Any]:
     """A checkpoint without what depends on the clock."""
     found: dict[str, Any] = torch.load(run / "checkpoints" / name, weights_only=True)
     summary = found["callbacks"]["RunSummary"]
-    summary["train_seconds"], summary["curves"] = (
+    summary["train_seconds"], summary["points"] = (
         0.0,
-        {name: values for name, values in summary["curves"].items() if not name.startswith("time/")},
+        {name: values for name, values in summary["points"].items() if not name.startswith("time/")},
     )
     return found
 

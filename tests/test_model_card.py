@@ -92,11 +92,6 @@ def test_the_card_says_what_was_trained_and_how(exported: Path) -> None:
     found = {name: cells[0] for name, cells in rows(text).items()}
     assert found["base"] == f"[{BASE}](https://huggingface.co/{BASE}), in NVFP4, other tensors in float32"
     assert found["trained"].startswith("LoRA of rank 4, alpha 8, on q_proj, ") and "RMSNorm" in found["trained"]
-    assert found["data"].startswith("`GSM8KDataModule`: path sums.jsonl, ") and "batch_size 2" in found["data"]
-    assert found["objective"].startswith("`GRPO`: beta 0.04, ") and "lr 0.01" in found["optimizer"]
-    assert found["rewards"] == "`GSM8KAnswer`: weight 1.0, name accuracy; `Vowels`: weight 0.5"
-    assert found["rollouts"].startswith("2 completions a prompt, max_tokens 6, temperature 1.0")
-    assert "sigma_start 0.01, sigma_end 0.0001, stages 4" in found["noise"]
     assert re.search(r"qerl-pl 0.1.0, torch \d", found["versions"]) and "peft" in found["versions"]
 
 
@@ -135,6 +130,7 @@ def test_the_command_repeats_the_run(run: Path, exported: Path, monkeypatch: pyt
     before["trainer"]["default_root_dir"] = None
     before["data"]["init_args"]["path"] = "sums.jsonl"
     assert after == before
+    assert yaml.safe_load(text.partition("````yaml\n")[2].partition("\n````")[0]) == after
     monkeypatch.chdir(exported)
     settings = built(*command.split())
     assert settings.trainer.default_root_dir == "runs/qerl_config"

@@ -1,28 +1,22 @@
 """What a terminal, and a file in its place, shows of a run while it trains."""
 
 import csv
-import errno
 import itertools
 import logging
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from rich.console import Console
-from rich.progress import Progress, TextColumn
 from short_run import data, module_of, rollout_of
 
-from qerl_pl.callbacks import RolloutLines, RunBar
+from qerl_pl.callbacks import RolloutLines
 from qerl_pl.callbacks import progress as progress_module
-from qerl_pl.callbacks.progress import held_out_metrics, progress_bar
+from qerl_pl.callbacks.progress import held_out_metrics
 from qerl_pl.datamodules import ConversationDataModule
-from qerl_pl.errors import UserError
 from qerl_pl.modules import PolicyConfig, SFTModule
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy
 
@@ -81,12 +75,6 @@ def test_supervised_fine_tuning_has_a_line_for_each_logged_step_and_validation_a
     ]
 
 
-@pytest.mark.parametrize(("terminal", "kind"), [(True, RunBar), (False, RolloutLines)])
-def test_the_bar_is_for_terminals(monkeypatch: pytest.MonkeyPatch, terminal: bool, kind: type) -> None:
-    monkeypatch.setattr(progress_module, "get_console", lambda: Console(force_terminal=terminal))
-    assert type(progress_bar()) is kind
-
-
 def test_held_out_numbers_say_how_they_were_sampled() -> None:
     metrics = {"val/MATH/accuracy": 0.5, "val/MATH/pass@1": 0.25, "val/pass@8": 1.0, "val/length_mean": 9.0}
     assert held_out_metrics(metrics) == {"greedy accuracy on MATH": 0.5, "sampled pass@1 on MATH": 0.25}
@@ -97,64 +85,3 @@ def test_held_out_numbers_say_how_they_were_sampled() -> None:
 def test_teaching_the_toy_policy_draws_no_bar_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_toy_policy(ToyConfig(layers=1, intermediate=128, steps=2, batch_size=1), tmp_path)
     assert capsys.readouterr().err == ""
-
-
-def test_a_terminal_that_has_gone_does_not_keep_other_callbacks_from_saving() -> None:
-    def gone() -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    bar: Any = RunBar()
-    bar.progress = SimpleNamespace(stop=gone)
-    bar.on_exception(None, None, UserError("a reward fails"))
-
-
-@pytest.fixture
-def bar() -> RunBar:
-    """The bar of a run of 120 batches, between two of them; its other metrics are those of `METRICS`."""
-    bar: Any = RunBar()
-    bar.setup(SimpleNamespace(max_epochs=-1, max_steps=-1, num_training_batches=120, is_global_zero=True), None, "fit")
-    bar._left = "1 day, 2:33:01"
-    return bar
-
-
-METRICS = {"reward/mean": 0.91, "policy/entropy": 0.5, "completions/length_mean": 1023.0, "val/accuracy": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("columns", "shown"),
-    [
-        (30, []),
-        (60, ["run left"]),
-        (80, ["reward", "entropy", "run left"]),
-        (100, ["reward", "entropy", "length", "run left"]),
-        (120, ["reward", "entropy", "length", "greedy accuracy", "run left"]),
-        (250, ["reward", "entropy", "length", "greedy accuracy", "run left"]),
-    ],
-)
-def test_the_bar_is_one_line(monkeypatch: pytest.MonkeyPatch, bar: RunBar, columns: int, shown: list[str]) -> None:
-    monkeypatch.setattr(progress_module, "get_console", lambda: Console(width=columns, legacy_windows=False))
-    trainer: Any = SimpleNamespace(current_epoch=3, loggers=[], progress_bar_metrics=dict(METRICS))
-    trainer.state = SimpleNamespace(fn="fit")
-    metrics = bar.get_metrics(trainer, None)  # type: ignore[arg-type]
-    assert list(metrics) == shown
-    progress = Progress(
-        *bar.configure_columns(trainer), TextColumn("{task.fields[metrics]}"), console=Console(width=columns)
-    )
-    texts = [value if isinstance(value, str) else f"{value:.3f}" for value in metrics.values()]
-    text = " ".join(f"{name}: {value}" for name, value in zip(metrics, texts, strict=True))
-    progress.add_task(bar._get_train_description(3), total=120, completed=119, metrics=text)
-    with progress.console.capture() as drawn:
-        progress.console.print(progress.get_renderable())
-    lines = drawn.get().splitlines()
-    assert (
-        len(lines) == 1
-        and lines[0].startswith("Epoch 3 ")
-        and "119/120" in lines[0]
-        and lines[0].rstrip().endswith(text)
-    )
-
-
-@pytest.mark.parametrize(("max_epochs", "text"), [(-1, "Epoch 2"), (5, "Epoch 2/4"), (None, "Epoch 2")])
-def test_an_epoch_of_a_run_of_so_many_steps_has_no_last_one(bar: RunBar, max_epochs: int | None, text: str) -> None:
-    bar.trainer.max_epochs = max_epochs  # type: ignore[misc]
-    assert bar._get_train_description(2).rstrip() == text

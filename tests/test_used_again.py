@@ -91,8 +91,7 @@ class Used:
         logged = (self.run / "completions.jsonl").read_text()
         kept = {path.name for path in (self.run / "checkpoints").glob("step=*.ckpt")}
         curves = {name: values for name, values in summary.curves.items() if not name.startswith("time/")}
-        versions = [row[0] for row in summary.validations[""]]
-        found = {"curves": curves, "validations": versions, "completions": logged, "checkpoints": kept}
+        found = {"curves": curves, "completions": logged, "checkpoints": kept}
         counts = {"rollouts": self.module.policy_version, "steps": self.trainer.global_step}
         return found | counts | {"weights": {name: tensor.tolist() for name, tensor in weights.items()}}
 
@@ -172,8 +171,9 @@ def test_a_fit_after_another_is_the_first_one_bit_for_bit(
     used.fit()
     found = used.result()
     assert {name for name, value in first.items() if found[name] != value} == set()
-    assert found["rollouts"] == ROLLOUTS and len(found["curves"]["aqn/sigma"]) == ROLLOUTS
-    assert found["curves"]["aqn/sigma"][0] == 0 and "rollout 1/4" in caplog.text and "rollout 5/4" not in caplog.text
+    sigma = found["curves"]["aqn/sigma"][""]
+    assert found["rollouts"] == ROLLOUTS and [rollout for rollout, _ in sigma] == [*range(ROLLOUTS)]
+    assert sigma[0] == (0, 0.0) and "rollout 1/4" in caplog.text and "rollout 5/4" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from openenv.core import GenericEnvClient
 from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
 
 from qerl_pl.environments.contract import with_tools
-from qerl_pl.import_path import load_named
+from qerl_pl.runtime.import_path import load_named
 
 
 class OpenEnv:

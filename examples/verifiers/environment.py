@@ -9,7 +9,7 @@ from mcp.server.mcpserver import MCPServer
 from verifiers.v1.utils.decorators import discover_decorated
 
 from qerl_pl.environments.contract import with_tools
-from qerl_pl.import_path import load_named
+from qerl_pl.runtime.import_path import load_named
 
 
 class Verifiers:

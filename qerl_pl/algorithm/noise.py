@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qerl_pl.errors import UserError
-from qerl_pl.import_path import load_named
+from qerl_pl.runtime.import_path import load_named
 from qerl_pl.seeds import stream_seed
 
 Decay = Literal["exponential", "linear", "cosine", "logarithmic"]

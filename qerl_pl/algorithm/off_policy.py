@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qerl_pl.algorithm.losses import MAX_LOG_RATIO
 from qerl_pl.errors import UserError, require_one_of
-from qerl_pl.import_path import load_named
+from qerl_pl.runtime.import_path import load_named
 
 Level = Literal["token", "sequence", "geometric"]
 CorrectionFunction = Callable[[Tensor, Tensor], Tensor]

@@ -4,7 +4,7 @@ from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
 from qerl_pl.callbacks.completions import CompletionLog
 from qerl_pl.callbacks.evaluation import EvaluationReport
 from qerl_pl.callbacks.monitor import Monitor
-from qerl_pl.callbacks.progress import RolloutLines, RunBar
+from qerl_pl.callbacks.progress import RolloutLines
 from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
 from qerl_pl.callbacks.rollout_settings import EnvironmentConfig, EvaluationConfig
@@ -22,6 +22,5 @@ __all__ = [
     "ResumeCheckpoint",
     "RolloutCallback",
     "RolloutLines",
-    "RunBar",
     "RunSummary",
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.callbacks.loggers import adapters
+from qerl_pl.callbacks.loggers import log_table
 from qerl_pl.errors import require_at_least
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rollout.scoring import without_none
@@ -73,8 +73,8 @@ class CompletionLog(Callback):
         if self._unlogged is not None:
             version, records = self._unlogged
             rows = [_row(version, record) for record in records]
-            for logger in adapters(trainer.loggers):
-                logger.log_table("completions", COLUMNS, rows, version)
+            for logger in trainer.loggers:
+                log_table(logger, "completions", COLUMNS, rows, version)
             self._unlogged = None
 
 

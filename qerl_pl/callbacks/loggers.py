@@ -1,17 +1,15 @@
-"""Hyperparameters, tables, plots and the summary in TensorBoard and W&B."""
+"""Hyperparameters and tables in TensorBoard and W&B, and the configuration in the run's folder."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
-from PIL import Image
 from torch.utils.tensorboard.summary import hparams
 
 from qerl_pl.runtime.communicator import writes_files
@@ -58,9 +56,8 @@ class SaveFitConfig(SaveConfigCallback):
         """Log the hyperparameters."""
         if writes_files(trainer):
             self._text = self.parser.dump(self.config, skip_unset=False)
-            settings = _logged(self._text)
-            for adapter in adapters(trainer.loggers):
-                adapter.log_hyperparameters(settings)
+            for logger in trainer.loggers:
+                log_hyperparameters(logger, _logged(self._text))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save to the run's folder, after a checkpoint has been accepted, and warn if a resumed run has changed."""
@@ -108,88 +105,38 @@ def flatten(settings: Any, key: str = "") -> dict[str, Any]:
 
 
 def _class_name(settings: Any) -> str:
-    return short_name(str(settings.get("class_path", ""))) if isinstance(settings, dict) else ""
-
-
-def short_name(path: str) -> str:
-    """The last name of an import path; one in a file, file.py:name, as it is."""
+    """The last name of a class's import path; one in a file, file.py:name, as it is; empty for other settings."""
+    path = str(settings.get("class_path", "")) if isinstance(settings, dict) else ""
     return path if ":" in path else path.rpartition(".")[2]
 
 
-class LoggerAdapter:
-    """What a logger shows beside curves: of CSV files and unknown loggers, the hyperparameters alone."""
-
-    def __init__(self, logger: Any) -> None:
-        self.logger = logger
-
-    def log_hyperparameters(self, settings: Mapping[str, Any]) -> None:
-        """Log numbers, texts and lists by name, before the first metrics."""
-        self.logger.log_hyperparams(dict(settings))
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        """Show a rollout's table."""
-
-    def log_image(self, name: str, plot: Path, step: int) -> None:
-        """Show a PNG file."""
-
-    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
-        """Show the contents of summary.json."""
-
-    def address(self) -> str | None:
-        """The command, URL or file that shows the content; None for an unknown logger."""
-        return f"{self.logger.log_dir}/metrics.csv" if isinstance(self.logger, CSVLogger) else None
+def log_hyperparameters(logger: Logger, settings: dict[str, Any]) -> None:
+    """Log numbers, texts and lists by name, before the first metrics; TensorBoard shows them on its page HParams."""
+    if not isinstance(logger, TensorBoardLogger):
+        logger.log_hyperparams(settings)
+        return
+    logger.log_hyperparams(settings, metrics={})  # to hparams.yaml; its own page shows a metric, -1
+    plain = {name: value if isinstance(value, int | float) else str(value) for name, value in settings.items()}
+    for summary in hparams(plain, dict.fromkeys(COMPARED, 0)):
+        logger.experiment.file_writer.add_summary(summary)
 
 
-class TensorBoardAdapter(LoggerAdapter):
-    """Writes HParams, Text and Images."""
-
-    def log_hyperparameters(self, settings: Mapping[str, Any]) -> None:
-        self.logger.log_hyperparams(dict(settings), metrics={})  # to hparams.yaml; its own page shows a metric, -1
-        plain = {name: value if isinstance(value, int | float) else str(value) for name, value in settings.items()}
-        for summary in hparams(plain, dict.fromkeys(COMPARED, 0)):
-            self.logger.experiment.file_writer.add_summary(summary)
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+def log_table(logger: Logger, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    """Show a table, as W&B has them, or on TensorBoard's page Text; other loggers show none."""
+    if isinstance(logger, WandbLogger):
+        logger.log_table(name, columns=columns, data=rows, step=step)
+    if isinstance(logger, TensorBoardLogger):
         cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
         lines = [columns, ["---"] * len(columns), *cells]
-        self.logger.experiment.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+        logger.experiment.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
 
-    def log_image(self, name: str, plot: Path, step: int) -> None:
-        with Image.open(plot) as image:
-            self.logger.experiment.add_image(name, np.asarray(image.convert("RGB")), step, dataformats="HWC")
 
-    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
-        rows = "\n".join(f"| {name} | {value} |" for name, value in summary.items())
-        self.logger.experiment.add_text("summary", f"| | |\n|---|---|\n{rows}", step)
-
-    def address(self) -> str:
+def address_of(logger: Logger) -> str | None:
+    """The command, URL or file that shows what was logged; None for an unknown logger."""
+    if isinstance(logger, TensorBoardLogger):
         page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
-        return f"tensorboard --logdir {Path(self.logger.log_dir).parent}, then {page}"
-
-
-class WandbAdapter(LoggerAdapter):
-    """Writes tables, media and the run's summary."""
-
-    def log_table(self, name: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        self.logger.log_table(name, columns=columns, data=rows, step=step)
-
-    def log_image(self, name: str, plot: Path, step: int) -> None:
-        self.logger.log_image(name, [str(plot)], step)
-
-    def log_summary(self, summary: Mapping[str, Any], step: int) -> None:
-        self.logger.experiment.summary.update(dict(summary))
-
-    def address(self) -> str:
-        run = self.logger.experiment
+        return f"tensorboard --logdir {Path(logger.log_dir).parent}, then {page}"
+    if isinstance(logger, WandbLogger):
+        run = logger.experiment
         return f"wandb sync {run.sync_dir}" if run.offline else str(run.url)
-
-
-ADAPTERS = {TensorBoardLogger: TensorBoardAdapter, WandbLogger: WandbAdapter}
-
-
-def adapters(loggers: Iterable[Logger]) -> list[LoggerAdapter]:
-    """An adapter for each of the trainer's loggers."""
-    return [
-        next((adapter for kind, adapter in ADAPTERS.items() if isinstance(logger, kind)), LoggerAdapter)(logger)
-        for logger in loggers
-    ]
+    return f"{logger.log_dir}/metrics.csv" if isinstance(logger, CSVLogger) else None

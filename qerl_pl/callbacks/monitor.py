@@ -1,6 +1,5 @@
 """Logs TensorBoard's layout, the memory of policy, optimizer and engine, and the accuracy before training."""
 
-import logging
 import resource
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from qerl_pl.callbacks.rollout import rollout_callback
 from qerl_pl.engines.base import SharedWeights
@@ -17,12 +17,6 @@ from qerl_pl.models.memory import GIB, held_gib
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.policy import Policy
-
-log = logging.getLogger(__name__)
-
-LOGGED = ("base", "adapter", "optimizer", "kv_cache")
-LOGGED_ON_GPU = ("activations", "driver")
-"""Items of the report that are logged each step as `memory/<item>_gib`."""
 
 LAYOUT = {
     "Learning": {
@@ -49,10 +43,7 @@ LAYOUT = {
 
 
 def measure_memory(
-    policy: Policy,
-    shared: SharedWeights | None,
-    optimizers: Iterable[torch.optim.Optimizer],
-    engine: Mapping[str, float],
+    policy: Policy, shared: SharedWeights | None, optimizers: Iterable[Optimizer], engine: Mapping[str, float]
 ) -> dict[str, float]:
     """GiB that trainer and engine hold between two steps, by item; "base" counts every copy, shared weights once.
 
@@ -74,20 +65,13 @@ def measure_memory(
     return {
         "base": held_gib(held) + engine_only,
         "adapter": held_gib(p for p in policy.parameters() if p.requires_grad) + engine.get("adapter", 0.0),
-        "gradients": _gradient_gib(policy),
         "optimizer": held_gib(value for value in states if isinstance(value, Tensor)),
         "kv_cache": engine.get("kv_cache", 0.0),
-        **({"merged": engine["merged"]} if engine.get("merged") else {}),
-        "released": engine.get("released", 0.0),  # by a sleeping engine
     }
 
 
-def _gradient_gib(policy: nn.Module) -> float:
-    return held_gib(p.grad for p in policy.parameters() if p.grad is not None)
-
-
 class Monitor(Callback):
-    """Lays out TensorBoard's custom-scalars page, and logs the memory of each step and what is held before the first.
+    """Lays out TensorBoard's custom-scalars page, and logs the memory of each step.
 
     `memory/base_gib` has every copy of the base, `kv_cache_gib` is as while sampling, and `memory/peak_gib` is the peak
     of PyTorch's GPU memory since the step began, without a GPU the process's largest resident size so far. On a GPU
@@ -98,21 +82,15 @@ class Monitor(Callback):
     (`trainer.num_sanity_val_steps: -1`), is logged at step -1.
     """
 
-    def __init__(self) -> None:
-        self._held = self._sampling_peak = 0.0
-        self._shown = False
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the layout once."""
-        self._shown = False
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger) and trainer.is_global_zero:
                 logger.experiment.add_custom_scalars(LAYOUT)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the memory before the first rollout."""
+        """Begin the first rollout's peak."""
         self._begin_peak(pl_module)
-        _log_memory("before the first rollout", self._measure(trainer, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Begin the update's peak."""
@@ -120,14 +98,16 @@ class Monitor(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Log the step's memory and begin a new peak."""
-        gib = self._measure(trainer, pl_module)
-        metrics = {f"memory/{name}_gib": gib[name] for name in LOGGED + LOGGED_ON_GPU if name in gib}
-        metrics["memory/peak_gib"] = max(_peak_gib(pl_module.device), self._sampling_peak)
-        pl_module.log_dict(metrics, batch_size=1)
+        assert isinstance(pl_module, QeRLModule)
+        engine, device = rollout_callback(trainer, "Monitor").engine, pl_module.device
+        gib = measure_memory(pl_module.policy, pl_module.shared_weights, trainer.optimizers, engine.memory_gib())
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            gib["activations"] = _peak_gib(device) - self._held - _gradient_gib(pl_module)
+            gib["driver"] = (total - free) / GIB
+        gib["peak"] = max(_peak_gib(device), self._sampling_peak)
+        pl_module.log_dict({f"memory/{name}_gib": size for name, size in gib.items()}, batch_size=1)
         self._begin_peak(pl_module)
-        if not self._shown:
-            _log_memory("after the first update", gib)
-            self._shown = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracy before training, which Lightning drops as a sanity check."""
@@ -137,24 +117,14 @@ class Monitor(Callback):
                 logger.log_metrics(metrics, step=BEFORE_TRAINING)
 
     def _begin_peak(self, module: LightningModule) -> None:
+        self._sampling_peak = _peak_gib(module.device)
         if module.device.type == "cuda":
-            self._sampling_peak = _peak_gib(module.device)
             self._held = torch.cuda.memory_allocated(module.device) / GIB - _gradient_gib(module)
             torch.cuda.reset_peak_memory_stats(module.device)
 
-    def _measure(self, trainer: Trainer, module: LightningModule) -> dict[str, float]:
-        assert isinstance(module, QeRLModule)
-        engine = rollout_callback(trainer, "Monitor").engine.memory_gib()
-        gib = measure_memory(module.policy, module.shared_weights, trainer.optimizers, engine)
-        if module.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(module.device)
-            activations = _peak_gib(module.device) - (self._held + gib["gradients"])
-            gib |= {"activations": activations, "driver": (total - free) / GIB, "device": total / GIB}
-        return gib
 
-
-def _log_memory(when: str, gib: Mapping[str, float]) -> None:
-    log.info("memory %s, GiB: %s", when, ", ".join(f"{name} {size:.3f}" for name, size in gib.items()))
+def _gradient_gib(module: nn.Module) -> float:
+    return held_gib(p.grad for p in module.parameters() if p.grad is not None)
 
 
 def _peak_gib(device: torch.device) -> float:

@@ -17,7 +17,6 @@ from qerl_pl.callbacks.rollout_settings import (
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
-from qerl_pl.environments.sampler import DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.evaluator import Evaluator
 from qerl_pl.evaluation.metrics import evaluation_tag
@@ -32,6 +31,7 @@ from qerl_pl.rewards import (
     with_environment_reward,
 )
 from qerl_pl.rollout.collector import Collector, CollectorConfig
+from qerl_pl.rollout.dialogue_sampler import DialogueSampler
 from qerl_pl.rollout.metrics import slowest_seconds, timed
 from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.rollout.scoring import Scorer

@@ -9,11 +9,11 @@ from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection
 from qerl_pl.chat.template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.environments.pool import EnvironmentPool
-from qerl_pl.environments.sampler import DialogueConfig
 from qerl_pl.errors import UserError, require_type
 from qerl_pl.evaluation.evaluator import EvaluatorConfig
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Format, Reward
+from qerl_pl.rollout.dialogue_sampler import DialogueConfig
 from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.runtime.checks import warn_of_unused
 from qerl_pl.types import EvalSampling, SamplingConfig

@@ -1,124 +1,106 @@
-"""Summary of a run: a table, a plot and summary.json, in the loggers too."""
+"""Summary of a run: a table, a plot and summary.json."""
 
 import io
 import json
 import math
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
-from qerl_pl.callbacks.loggers import adapters
+from qerl_pl.callbacks.loggers import address_of
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_write
 
 PHASES = ("sync", "rollout", "reward", "update")
-CURVES = (
-    *("reward/mean", "policy/entropy", "completions/length_mean", "completions/groups_without_signal_frac"),
-    *("aqn/sigma", "aqn/measured_std", *(f"time/{phase}_s" for phase in PHASES)),
-)
+PANELS = {
+    "reward": {"reward/mean": "training", "reward_mean": "held-out"},
+    "held-out accuracy": {"accuracy": "greedy", "pass@1": "one sample (pass@1)"},
+    "policy entropy (nats)": {"policy/entropy": ""},
+    "length (tokens)": {"completions/length_mean": ""},
+    "groups without signal": {"completions/groups_without_signal_frac": ""},
+    "noise of the sampler's norms": {"aqn/sigma": "set", "aqn/measured_std": "measured in the sampler"},
+}
+"""Curves of each panel of the plot and their labels: a tag of training, or a metric of each validation set."""
+METRICS = [metric for curves in PANELS.values() for metric in curves] + [f"time/{phase}_s" for phase in PHASES]
 AVERAGED = 3
 """Rollouts that first and last values are averaged over."""
-SAVED = ("curves", "validations", "train_seconds")
-"""Attributes in a checkpoint."""
 
 
 class RunSummary(Callback):
-    """Writes RUN/summary.json and RUN/run.png, logs both, and prints a table when a run ends.
+    """Writes RUN/summary.json and RUN/run.png, and prints a table when a run ends.
 
     `accuracy_before` is pass@1 and `held_out_reward_before` the mean reward of the sanity check, if that covers all
     validation prompts (`trainer.num_sanity_val_steps: -1`), `…_after` those of the last validation; with several
     validation sets they are dictionaries by name.
     """
 
-    def __init__(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        self.curves: dict[str, list[float]] = {name: [] for name in CURVES}
-        self.validations: dict[str, list[tuple[int, float, float, float | None]]] = {}
-        """(policy version, pass@1, greedy accuracy, mean reward) of each, by set; "" if there is only one set."""
-        self.train_seconds = 0.0
-        self._step_began = 0.0
-
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the curves of an earlier fit."""
-        if stage == "fit":
-            self._clear()
+        self._began, self.train_seconds = time.perf_counter(), 0.0
+        self.curves: dict[str, dict[str, list[tuple[int, float]]]] = {metric: {} for metric in METRICS}
+        """Points (rollouts so far, value) by metric and validation set; "" for training or if there is only one set."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Curves so far, for a summary of the whole run."""
-        return {name: getattr(self, name) for name in SAVED}
+        """Time and curves so far, for a summary of the whole run."""
+        return {"train_seconds": self.train_seconds, "points": self.curves}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load them."""
-        for name in SAVED:
-            setattr(self, name, state_dict[name])
+        """Load them; the curves of an earlier version, which had no points, are left out."""
+        self.train_seconds, self.curves = state_dict["train_seconds"], state_dict.get("points", self.curves)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
-        self._step_began = time.perf_counter()
+        self._began = time.perf_counter() - self.train_seconds
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
         """Record the step's metrics."""
-        self._count_time()
-        for name, values in self.curves.items():
-            if name in trainer.callback_metrics:
-                values.append(float(trainer.callback_metrics[name]))
+        assert isinstance(pl_module, QeRLModule)
+        self.train_seconds = time.perf_counter() - self._began
+        for tag in METRICS:
+            if tag in trainer.callback_metrics:
+                self._record(tag, "", pl_module.policy_version - 1, trainer.callback_metrics[tag])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the accuracies and rewards; validation counts as training time."""
         assert isinstance(pl_module, QeRLModule)
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._count_time()
-        metrics = pl_module.validation_metrics()
-        for tag in metrics:
-            if match := re.fullmatch(r"(val/(?:(.+)/)?)pass@1", tag):
-                values = metrics[tag], metrics[f"{match[1]}accuracy"], metrics.get(f"{match[1]}reward_mean")
-                self.validations.setdefault(match[2] or "", []).append((pl_module.policy_version, *values))
+        if not trainer.sanity_checking:
+            self.train_seconds = time.perf_counter() - self._began
+        for tag, value in pl_module.validation_metrics().items():
+            stage_and_set, _, metric = tag.rpartition("/")  # val, or val/NAME
+            if metric in METRICS:
+                self._record(metric, stage_and_set[4:], pl_module.policy_version, value)
 
-    def _count_time(self) -> None:
-        now = time.perf_counter()
-        self.train_seconds += now - self._step_began
-        self._step_began = now
+    def _record(self, metric: str, name: str, version: int, value: Any) -> None:
+        self.curves[metric].setdefault(name, []).append((version, float(value)))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the files and print the table, once the adapter is saved: a terminal or a logger may be gone."""
+        """Write the files and print the table, once the adapter is saved: a terminal may be gone."""
         if stage != "fit" or not writes_files(trainer) or not self.curves["reward/mean"]:
             return
         assert isinstance(pl_module, QeRLModule)
-        folder, step = Path(trainer.default_root_dir), pl_module.policy_version - 1
-        summary, loggers = self._summary(pl_module, folder), adapters(trainer.loggers)
+        folder, summary = Path(trainer.default_root_dir), self._summary(pl_module)
         atomic_write(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self._plot(folder / "run.png")
-        for logger in loggers:
-            logger.log_summary(summary, step)
-            logger.log_image("run", folder / "run.png", step)
-        bar = trainer.progress_bar_callback
-        if isinstance(bar, RichProgressBar) and bar.progress is not None:
-            bar.progress.stop()  # or it is drawn again below the table
-        views = [view for logger in loggers if (view := logger.address())]
-        self._print(summary, folder, pl_module.policy.trained.result, views)
+        views = [view for logger in trainer.loggers if (view := address_of(logger))]
+        _print(summary, folder, pl_module.policy.trained.result, views)
 
-    def _summary(self, module: QeRLModule, folder: Path) -> dict[str, Any]:
-        reward, entropy, sigma = (self.curves[name] for name in ("reward/mean", "policy/entropy", "aqn/sigma"))
+    def _summary(self, module: QeRLModule) -> dict[str, Any]:
+        reward, entropy, sigma = (self._values(tag) for tag in ("reward/mean", "policy/entropy", "aqn/sigma"))
         ends = max(1, min(AVERAGED, len(reward) // 2))  # of a short run, halves
         noisy = [value for value in sigma if value > 0] or [0.0]
         return {
             "reward_first": _mean(reward[:ends]),
             "reward_last": _mean(reward[-ends:]),
-            "accuracy_before": self._held_out(1, first=True),
-            "accuracy_after": self._held_out(1, first=False),
-            "held_out_reward_before": self._held_out(3, first=True),
-            "held_out_reward_after": self._held_out(3, first=False),
+            "accuracy_before": self._held_out("pass@1", first=True),
+            "accuracy_after": self._held_out("pass@1", first=False),
+            "held_out_reward_before": self._held_out("reward_mean", first=True),
+            "held_out_reward_after": self._held_out("reward_mean", first=False),
             "entropy_first": _mean(entropy[:ends]),
             "entropy_last": _mean(entropy[-ends:]),
             "sigma_first": noisy[0],
@@ -126,73 +108,57 @@ class RunSummary(Callback):
             "steps": module.policy_version,
             "train_seconds": self.train_seconds,
             "quantization": module.policy_config.quantization,
-            "run_dir": str(folder),
-            **{f"{phase}_seconds": sum(self.curves[f"time/{phase}_s"]) for phase in PHASES},
+            **{f"{phase}_seconds": sum(self._values(f"time/{phase}_s")) for phase in PHASES},
         }
 
-    def _held_out(self, column: int, first: bool) -> float | None | dict[str, float | None]:
-        """A column of the validation before training or of the last one after it; of several sets, by name."""
+    def _values(self, tag: str) -> list[float]:
+        return [value for _, value in self.curves[tag].get("", [])]
+
+    def _held_out(self, metric: str, first: bool) -> float | None | dict[str, float | None]:
+        """A metric of the validation before training or of the last one after it; of several sets, by name."""
         values = {}
-        for name, rows in self.validations.items():
-            row = rows[0 if first else -1]
-            values[name] = row[column] if (row[0] == 0) == first else None
+        for name, points in self.curves[metric].items():
+            version, value = points[0 if first else -1]
+            values[name] = value if (version == 0) == first else None
         return values if any(values) else values.get("")
 
     def _plot(self, path: Path) -> None:
         from matplotlib.figure import Figure  # slow to import, needed once
 
-        curves, noisy = self.curves, any(self.curves["aqn/sigma"])
         figure = Figure(figsize=(10, 6), layout="constrained")
-        reward, accuracy, entropy, length, signal, noise = figure.subplots(2, 3).flat
-        reward.plot(curves["reward/mean"], color="tab:blue", label="training")
-        for number, (name, values) in enumerate(self.validations.items(), start=1):  # C0 is the training's blue
-            versions, sampled, greedy, held_out = zip(*values, strict=True)
-            of = f" {name}" if name else ""
-            if None not in held_out:
-                reward.plot(versions, held_out, "o-", color=f"C{number}", label=f"held-out{of}")
-            accuracy.plot(versions, greedy, "o-", color=f"C{number}", label=f"greedy{of}")
-            accuracy.plot(versions, sampled, "s--", color=f"C{number}", alpha=0.6, label=f"one sample{of} (pass@1)")
-        accuracy.set_ylim(-0.03, 1.03)
-        entropy.plot(curves["policy/entropy"], color="tab:green")
-        length.plot(curves["completions/length_mean"], color="tab:purple")
-        signal.plot(curves["completions/groups_without_signal_frac"], color="tab:gray")
-        signal.set_ylim(-0.03, 1.03)
-        if noisy:
-            noise.plot(curves["aqn/sigma"], "k--", label="set")
-            noise.plot(curves["aqn/measured_std"], color="tab:red", alpha=0.7, label="measured in the sampler")
-            noise.set_yscale("symlog", linthresh=1e-5)
-        else:
-            noise.remove()
-        titles = {
-            reward: "reward",
-            accuracy: "held-out accuracy",
-            entropy: "policy entropy (nats)",
-            length: "length (tokens)",
-            signal: "groups without signal",
-            **({noise: "noise of the sampler's norms"} if noisy else {}),
-        }
-        for axis, title in titles.items():
+        for axis, (title, curves) in zip(figure.subplots(2, 3).flat, PANELS.items(), strict=True):
+            for style, (metric, label) in zip(("-", "--"), curves.items(), strict=False):
+                marker = "" if "/" in metric else "o"
+                for name, points in self.curves[metric].items():
+                    axis.plot(*zip(*points, strict=True), style + marker, label=f"{label} {name}")
             axis.set(title=title, xlabel="rollout")
             axis.grid(alpha=0.3)
+            if title in ("held-out accuracy", "groups without signal"):
+                axis.set_ylim(-0.03, 1.03)
+            if title.startswith("noise"):
+                axis.set_yscale("symlog", linthresh=1e-5)
             if len(axis.lines) > 1:
                 axis.legend(fontsize="small")
+            if not axis.lines:
+                axis.remove()
         image = io.BytesIO()
         figure.savefig(image, dpi=120)
         atomic_write(path, image.getvalue())
 
-    def _print(self, summary: dict[str, Any], folder: Path, result: str, views: list[str]) -> None:
-        table = Table("", title=f"{summary['steps']} rollouts, base {summary['quantization']}")
-        for header in ("before", "after"):
-            table.add_column(header, justify="right")
-        for row in summary_rows(summary):
-            table.add_row(*row)
-        seconds = ", ".join(f"{phase} {summary[f'{phase}_seconds']:.0f}" for phase in PHASES)
-        console = Console()
-        console.print(table)
-        lines = [f"{summary['train_seconds']:.0f} s of training: {seconds}"]
-        lines.append(f"plot {folder / 'run.png'}, numbers {folder / 'summary.json'}, {result} {folder / result}")
-        for line in (*lines, *(f"watch it: {view}" for view in views)):
-            console.print(line, soft_wrap=True)  # a path or address can be copied
+
+def _print(summary: dict[str, Any], folder: Path, result: str, views: list[str]) -> None:
+    table = Table("", title=f"{summary['steps']} rollouts, base {summary['quantization']}")
+    for header in ("before", "after"):
+        table.add_column(header, justify="right")
+    for row in summary_rows(summary):
+        table.add_row(*row)
+    seconds = ", ".join(f"{phase} {summary[f'{phase}_seconds']:.0f}" for phase in PHASES)
+    console = Console()
+    console.print(table)
+    lines = [f"{summary['train_seconds']:.0f} s of training: {seconds}"]
+    lines.append(f"plot {folder / 'run.png'}, numbers {folder / 'summary.json'}, {result} {folder / result}")
+    for line in (*lines, *(f"watch it: {view}" for view in views)):
+        console.print(line, soft_wrap=True)  # a path or address can be copied
 
 
 def _mean(values: list[float]) -> float | None:
@@ -200,7 +166,7 @@ def _mean(values: list[float]) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Label, value at the start and value at the end, of a table, from summary.json."""
     rows = [("reward (mean of the first and the last rollouts)", summary["reward_first"], summary["reward_last"])]
     for key, what, how in (("held_out_reward", "reward", "mean"), ("accuracy", "accuracy", "sampled pass@1")):
@@ -211,8 +177,4 @@ def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             rows.append((f"held-out {what} ({how})", before, after))
     rows.append(("policy entropy (nats)", summary["entropy_first"], summary["entropy_last"]))
     rows.append(("noise σ", summary["sigma_first"], summary["sigma_last"]))
-    return [(label, _number(first), _number(last)) for label, first, last in rows]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return [(label, *("-" if value is None else f"{value:.4g}" for value in ends)) for label, *ends in rows]

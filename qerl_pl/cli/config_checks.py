@@ -27,10 +27,10 @@ from qerl_pl.cli.configs import check_config
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError, did_you_mean
 from qerl_pl.evaluation.metrics import evaluation_tag
-from qerl_pl.import_path import load_named
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.runtime.import_path import load_named
 from qerl_pl.runtime.slurm import check_tasks
 
 log = logging.getLogger(__name__)

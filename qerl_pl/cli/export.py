@@ -141,7 +141,7 @@ def export(
             policy.save(folder)
             if multimodal is not None:
                 rename_to_multimodal(folder, multimodal)
-        write_model_card(folder, run, given, policy, merge, steps, kind, dst.name, multimodal)
+        write_model_card(folder, run, given or {}, policy, merge, steps, kind, dst.name, multimodal)
     print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
     own = config.path if config.quantization == "none" and config.path is not None else str(base)
     print(f"serve it: {serving_line(config, merge, multimodal or own, str(dst), multimodal is not None)}")

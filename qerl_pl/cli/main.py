@@ -14,14 +14,14 @@ import jsonargparse
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from rich import get_console
 
-from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback
+from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback, RolloutLines
 from qerl_pl.callbacks.loggers import MainFirstLogger, SaveFitConfig
-from qerl_pl.callbacks.progress import progress_bar
 from qerl_pl.cli.commands import COMMAND_HELP, DESCRIPTION, USAGE_ERROR, answer, give_flags_values
 from qerl_pl.cli.config_checks import (
     CALLBACKS,
@@ -263,7 +263,8 @@ class QeRLCLI(LightningCLI):
         own = [] if self.subcommand == "fit" else [stop_at_once()]
         callbacks = [*own, *self._callbacks(config)]
         if config["enable_progress_bar"] is not False and not any(isinstance(one, ProgressBar) for one in callbacks):
-            callbacks.append(progress_bar())
+            shows_bar = self.subcommand != "fit" and get_console().is_terminal
+            callbacks.append(RichProgressBar() if shows_bar else RolloutLines())
         try:
             return super().instantiate_trainer(**given, callbacks=callbacks)
         except UserError:  # a ValueError, too

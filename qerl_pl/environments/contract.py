@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from qerl_pl.errors import UserError
-from qerl_pl.import_path import load_named
+from qerl_pl.runtime.import_path import load_named
 
 Factory = str | Mapping[str, Any] | Callable[..., Any]
 """A name, a name with arguments (`class_path`, `init_args`), a class, or a function."""

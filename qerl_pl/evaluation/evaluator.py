@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.environments.sampler import DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import prompt_metrics
 from qerl_pl.rewards import AnswerReward, extract_answers, normalize_answers
 from qerl_pl.rollout.collector import require_finite_logprobs, sample_completions
+from qerl_pl.rollout.dialogue_sampler import DialogueSampler
 from qerl_pl.rollout.scoring import Scorer, gather_by_index, without_none
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.types import (

@@ -12,8 +12,8 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import DENSE, BaseFormat
 from qerl_pl.formats.fp4 import MXFP4Format, MXFP4StacksFormat, NVFP4Format
 from qerl_pl.formats.nf4 import NF4Format
-from qerl_pl.import_path import load_named
 from qerl_pl.models.folder import read_config
+from qerl_pl.runtime.import_path import load_named
 
 FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), MXFP4StacksFormat(), NF4Format(), DENSE)
 """Formats of a policy's base; of one name the first is that of linears."""

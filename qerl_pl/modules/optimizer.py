@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from transformers import get_scheduler
 
 from qerl_pl.errors import UserError
-from qerl_pl.import_path import load_named
+from qerl_pl.runtime.import_path import load_named
 
 WARMUP_RATIO = 0.1
 """Default share of the optimizer steps over which a named schedule warms up."""

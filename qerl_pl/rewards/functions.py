@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from qerl_pl.errors import UserError
-from qerl_pl.import_path import load_named
 from qerl_pl.rewards.base import Reward, RewardSample
+from qerl_pl.runtime.import_path import load_named
 
 Function = Callable[..., Any]
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.algorithm.advantages import Scores, have_differences
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.environments.sampler import DialogueJob, DialogueSampler
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards import EnvironmentReward, OverlongPenalty, functions_among
+from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler
 from qerl_pl.rollout.metrics import rollout_metrics, slowest_seconds, timed
 from qerl_pl.rollout.scoring import Group, Scorer, gather_by_index
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator

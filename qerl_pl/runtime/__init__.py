@@ -1,1 +1,1 @@
-"""Processes, checkpoints, files, random states and checks of a run."""
+"""Processes, checkpoints, files, imports by name, random states and checks of a run."""

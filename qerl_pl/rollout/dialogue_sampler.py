@@ -15,9 +15,9 @@ from qerl_pl.chat.template import template_texts
 from qerl_pl.chat.tool_calls import MalformedCall, ToolCall, ToolFormat, tool_format_of
 from qerl_pl.engines.base import RequestSource, RolloutEngine, generate_from
 from qerl_pl.environments.contract import Opening, ToolAnswer
-from qerl_pl.environments.dialogue import Dialogue, DialogueLimits
 from qerl_pl.environments.pool import EnvironmentPool, Session, answered, remedy_of
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.rollout.dialogue import Dialogue, DialogueLimits
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
