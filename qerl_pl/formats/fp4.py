@@ -10,6 +10,8 @@ quantization such a matrix is X [E, K, N].
 """
 
 import logging
+import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -56,10 +58,17 @@ _CALIBRATION = (("actorder", "static"), ("actorder", "weight"))
 """An order in which GPTQ rounds; the weights lie in their own."""
 
 
+_WIDE = ("BF16", "F16", "F32")
+"""Data types, as safetensors names them, of what is not quantized."""
+_FP8 = "F8_E4M3"
+
+
 class PackedFormat(BaseFormat):
     """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
 
     compression: ClassVar[CompressionFormat]
+    dtypes: ClassVar[tuple[tuple[str, ...], ...]]
+    """Data types of a linear's tensors, in the order of `suffixes`."""
     stores_experts = True
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
@@ -89,6 +98,28 @@ class PackedFormat(BaseFormat):
         inputs = group.get("input_activations")
         rounded = isinstance(inputs, Mapping) and inputs.get("num_bits") == 4 and bool(self.dropped)
         return bool(group.get("output_activations") or (inputs and not rounded))
+
+    def check(self, tensors: TensorFiles) -> None:
+        dtypes, packed = dict(zip(self.suffixes, self.dtypes, strict=True)), self.suffixes[0]
+        for name, (shape, dtype) in tensors.headers().items():
+            linear, _, suffix = name.rpartition(".")
+            allowed = (_FP8,) if name in tensors.fp8 else dtypes.get(suffix, _WIDE)
+            if dtype not in allowed and suffix not in self.dropped:
+                raise UserError(
+                    f"{name} of a base in {self.name.upper()} must be in {' or '.join(allowed)}; it is in {dtype}, or "
+                    "lacks its scales: quantize the 16-bit model"
+                )
+            if suffix in self.suffixes:
+                tensors.require(self.tensor_names(linear))
+            if suffix in self.suffixes[2:] and math.prod(shape) != 1:
+                raise UserError(f"a matrix has one global scale; {name} has {shape}: quantize the 16-bit model")
+            if suffix == packed and linear.endswith("embed_tokens"):
+                raise UserError(f"embeddings must be in 16 bits; {name} has 4: quantize the 16-bit model")
+            if suffix == "weight" and re.search(r"\.experts\.\d+\.\w+$", linear):
+                raise UserError(
+                    f"experts of a base in {self.name.upper()} must be in it; {name} is in {dtype}: quantize the "
+                    "16-bit model"
+                )
 
     def dense_shape(self, linear: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         *rows, half = stored[f"{linear}.{self.suffixes[0]}"]
@@ -205,6 +236,7 @@ class NVFP4Format(PackedFormat):
     compression = CompressionFormat.nvfp4_pack_quantized
     config = NVFP4_CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
+    dtypes = (("U8",), (_FP8,), _WIDE)
     dropped = ("input_global_scale", "input_scale", *_CACHE_SCALES)
     block = 16
     reads_mixed = True
@@ -265,26 +297,35 @@ class NVFP4Format(PackedFormat):
         return NVFP4Stack(NVFP4Tensor(*stored))
 
     def check(self, tensors: TensorFiles) -> None:
-        """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
-        if _any_ends(tensors, ("input_global_scale",)):
-            log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
-        if tensors.fp8:
-            log.info("%d linears in FP8 are read in 16 bits, as their activations are", len(tensors.fp8))
-        if _any_ends(tensors, _CACHE_SCALES):
-            log.info("the scales that the base has for keys and values in 8 bits are not used")
-        stored = set(tensors)
+        """Refuse formats or global scales that differ within a fused group: vLLM would use one of them for all."""
+        super().check(tensors)
         names = [name for name in tensors if name.endswith(".weight_global_scale")]
-        members = (fused_group(name.removesuffix("_global_scale")) for name in names)
-        groups = dict.fromkeys(tuple(one for one in group if {one, f"{one}_packed"} & stored) for group in members)
-        held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])
+        groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
+        held = tensors.read_all(names)
         for group in groups:
-            scales = {member: held[f"{member}_global_scale"].item() for member in group}
+            if wide := [member for member in group if member in tensors]:
+                raise UserError(
+                    f"projections that run fused must be in one format, each stored once; of {', '.join(group)} not "
+                    f"all are in NVFP4 alone: {wide[0]}; quantize the 16-bit weights with `qerl quantize`"
+                )
+            of_group = {member: held.get(f"{member}_global_scale") for member in group}
+            scales = {member: scale.item() for member, scale in of_group.items() if scale is not None}
+            if not all(0 < scale < math.inf for scale in scales.values()):
+                raise UserError(f"global scales must be positive numbers; got {scales}: get the model again")
             if len(set(scales.values())) > 1:
                 values = ", ".join(f"{key}={value:g}" for key, value in scales.items())
                 raise UserError(
                     f"projections that run fused must share one global scale; got {values}; "
                     "quantize the 16-bit weights with `qerl quantize`"
                 )
+
+    def report_unused(self, tensors: TensorFiles) -> None:
+        if _any_ends(tensors, ("input_global_scale",)):
+            log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
+        if tensors.fp8:
+            log.info("%d linears in FP8 are read in 16 bits, as their activations are", len(tensors.fp8))
+        if _any_ends(tensors, _CACHE_SCALES):
+            log.info("the scales that the base has for keys and values in 8 bits are not used")
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return nvfp4_global_scale(*weights)
@@ -326,6 +367,7 @@ class MXFP4Format(_Rounding, PackedFormat):
     compression = CompressionFormat.mxfp4_pack_quantized
     config = MXFP4_CONFIG
     suffixes = tuple(f"weight_{field}" for field in MXFP4Tensor._fields)
+    dtypes = (("U8",), ("U8",))
     remedy = "use nvfp4, or none"
 
     @property
