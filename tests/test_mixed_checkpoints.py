@@ -250,12 +250,21 @@ def test_a_4_bit_lm_head_of_another_format_is_refused(tmp_path: Path) -> None:
         policy_of(tmp_path / "model", quantization="mxfp4")
 
 
-@pytest.mark.parametrize("layout", ["ModelOpt", "compressed-tensors"])
-def test_a_published_model_of_text_and_images_is_taken_out_by_quantize(tmp_path: Path, layout: str) -> None:
-    """As Qwen's own: FP8 in attention and delta nets, NVFP4 in MLPs and lm_head, layers for speculative decoding."""
+@pytest.mark.parametrize(("layout", "nested"), [("ModelOpt", False), ("compressed-tensors", True)])
+def test_a_published_model_of_text_and_images_is_taken_out_by_quantize(
+    tmp_path: Path, layout: str, nested: bool
+) -> None:
+    """As Qwen's own: FP8 in attention and delta nets, NVFP4 in MLPs and lm_head, layers for speculative decoding.
+
+    The settings may be in `text_config`, where vLLM finds them, too.
+    """
     text = write_checkpoint("qwen3.5", tmp_path / "text", {"tie_word_embeddings": False})
     wrapped = write_wrapped_qwen(text, tmp_path / "wrapped")
     write_mixed(wrapped, layout)
+    if nested:
+        config = read_config(wrapped)
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+        (wrapped / "config.json").write_text(json.dumps(config))
     expected = write_mixed(text, layout)
     with pytest.raises(UserError, match="must be of text alone; .*take the text model out by `qerl quantize`"):
         PolicyConfig(path=str(wrapped)).base_folder()

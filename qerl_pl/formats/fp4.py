@@ -199,17 +199,21 @@ MODELOPT = {"quant_method": "modelopt", "group_size": 16}
 _MIXED_OF_MODELOPT = "MIXED_PRECISION"
 _NVFP4_OF_MODELOPT = ("NVFP4", "W4A16_NVFP4")
 _FP8_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
-"""Its algorithms: of a checkpoint, or of its layers in `quantized_layers`."""
+"""Its algorithms, the last of which it writes in small letters: of a checkpoint, or of layers and groups of them."""
 _CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Settings of keys and values, which the policy and `VLLMEngine.kv_cache_dtype` choose."""
-_CACHE_SCALES = ("q_scale", "k_scale", "v_scale")
+_CACHE_SCALES = tuple(f"{one}_{kind}" for one in "qkv" for kind in ("scale", "zero_point", "bias"))
 _LAYERS_OF_MODELOPT = ("quantized_layers", "config_groups", "ignore", "exclude_modules")
 _FREE_OF_MODELOPT = ("quant_algo", "producer", *_LAYERS_OF_MODELOPT, *_CACHE)
 
 
 def _is_modelopt(quantization: Mapping[str, Any]) -> bool:
     known = (*_NVFP4_OF_MODELOPT, _MIXED_OF_MODELOPT)
-    return quantization.get("quant_method") == MODELOPT["quant_method"] and quantization.get("quant_algo") in known
+    return quantization.get("quant_method") == MODELOPT["quant_method"] and _algorithm(quantization) in known
+
+
+def _algorithm(settings: Any) -> str:
+    return str(settings.get("quant_algo")).upper() if isinstance(settings, Mapping) else ""
 
 
 def _groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -272,17 +276,20 @@ class NVFP4Format(PackedFormat):
         return super().excess({**rest, "format": self.compression.value, "config_groups": own})
 
     def _excess_of_modelopt(self, quantization: Mapping[str, Any]) -> str | None:
-        mixed = quantization["quant_algo"] == _MIXED_OF_MODELOPT
+        mixed = _algorithm(quantization) == _MIXED_OF_MODELOPT
         layers = quantization.get("quantized_layers") or {}
         for layer in layers.values() if isinstance(layers, Mapping) else [layers]:
-            if not isinstance(layer, Mapping) or layer.get("quant_algo") not in _NVFP4_OF_MODELOPT + _FP8_OF_MODELOPT:
+            known = _algorithm(layer) in _NVFP4_OF_MODELOPT + _FP8_OF_MODELOPT
+            if not known or extra_setting(layer, MODELOPT, ("quant_algo",)):
                 return f"quantized_layers {layer!s:.80}"
         for group in _groups(quantization).values():
             weights = group.get("weights") if isinstance(group, Mapping) else None
-            if mixed and _is_fp8(group):
+            if mixed and (_is_fp8(group) or _algorithm(group) in _FP8_OF_MODELOPT):
                 continue
             if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("group_size")) != (4, 16):
                 return f"weights {weights!s:.80}"
+            if more := extra_setting(group, {}, ("targets", "weights", "input_activations", "output_activations")):
+                return more
             if self._quantizes_activations(group):
                 return "quantized activations"
         return extra_setting(quantization, MODELOPT, _FREE_OF_MODELOPT)
