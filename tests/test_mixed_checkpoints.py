@@ -246,8 +246,10 @@ def test_a_4_bit_lm_head_of_another_format_is_refused(tmp_path: Path) -> None:
     packed, scale = quantize_mxfp4(stored.pop("lm_head.weight"))
     head = {"lm_head.weight_packed": packed, "lm_head.weight_scale": scale}
     save_file(stored | head, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UserError, match="lm_head must be in 16 bits; .*model has it in MXFP4: .*ignore"):
-        policy_of(tmp_path / "model", quantization="mxfp4")
+    config = PolicyConfig(path=str(tmp_path / "model"), quantization="mxfp4")
+    for start in (lambda: shape_of(config), config.base_folder, lambda: policy_of(config.source_folder())):
+        with pytest.raises(UserError, match="lm_head must be in 16 bits; it is in MXFP4: .*ignore"):
+            start()
 
 
 @pytest.mark.parametrize(("layout", "nested"), [("ModelOpt", False), ("compressed-tensors", True)])

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.cli.dry_run import shape_of
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
+from qerl_pl.formats.fp4 import NVFP4Format
 from qerl_pl.models.families import fused_group
 from qerl_pl.models.folder import TensorFiles, load_config, read_config
 from qerl_pl.modules import PolicyConfig
@@ -293,7 +294,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "a bias": (MO, add(f"{DOWN}.bias", torch.ones(128)), "must describe the weights .* has .*down_proj.bias besides"),
     "stored twice": (LC, add(f"{DOWN}.weight", torch.ones(128, 192)), "in one format, each stored once; .*down_proj"),
     "q, k and v differ": (MO, in_bfloat16, "must be in one format, .*: model.layers.0.self_attn.v_proj.weight;"),
-    "4-bit embeddings": (LC, four_bit_embeddings, "embeddings must be in 16 bits; model.embed_tokens.weight_packed"),
+    "4-bit embeddings": (LC, four_bit_embeddings, "model.embed_tokens must be in 16 bits; it is in NVFP4"),
     "AWQ": (MO, asks(quant_algo="NVFP4_AWQ", config_groups=None), "has modelopt NVFP4_AWQ: quantize"),
     "SVDQuant": (MO, asks(quant_algo="NVFP4_SVD"), "has modelopt NVFP4_SVD: quantize"),
     "an algorithm of tomorrow": (MO, asks(quant_algo=5), "has modelopt 5: quantize"),
@@ -362,6 +363,18 @@ def test_other_ways_to_store_the_same_are_read_alike(
     base = config.base_folder()
     for name, tensor in format_of(base).iterate_dense(TensorFiles(base), torch.float32):
         torch.testing.assert_close(tensor, written[source][1][name], rtol=1e-6, atol=0, msg=name)
+
+
+def test_the_linears_of_beta_and_decay_must_share_a_global_scale(tmp_path: Path) -> None:
+    """vLLM runs them as one matrix; llm-compressor gives each its own."""
+    stored = {}
+    for linear, size in (("in_proj_a", 1.0), ("in_proj_b", 2.0)):
+        tensors, _ = in_nvfp4(torch.ones(4, 32), False, torch.tensor([size]), False)
+        stored |= {f"model.layers.0.linear_attn.{linear}.{end}": tensor for end, tensor in tensors.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_text"}))
+    with pytest.raises(UserError, match=r"must share one global scale; got .*in_proj_b.weight=1344, .*in_proj_a"):
+        NVFP4Format().check(TensorFiles(tmp_path))
 
 
 def test_a_tied_4_bit_lm_head_that_is_not_the_embeddings_is_refused(tmp_path: Path) -> None:

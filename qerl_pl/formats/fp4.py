@@ -113,8 +113,11 @@ class PackedFormat(BaseFormat):
                 tensors.require(self.tensor_names(linear))
             if suffix in self.suffixes[2:] and math.prod(shape) != 1:
                 raise UserError(f"a matrix has one global scale; {name} has {shape}: quantize the 16-bit model")
-            if suffix == packed and linear.endswith("embed_tokens"):
-                raise UserError(f"embeddings must be in 16 bits; {name} has 4: quantize the 16-bit model")
+            if suffix == packed and (linear.endswith("embed_tokens") or (linear == "lm_head" and not self.reads_mixed)):
+                raise UserError(
+                    f"{linear} must be in 16 bits; it is in {self.name.upper()}: quantize the 16-bit model with it "
+                    "among the modules to ignore, as `qerl quantize` does"
+                )
             if suffix == "weight" and re.search(r"\.experts\.\d+\.\w+$", linear):
                 raise UserError(
                     f"experts of a base in {self.name.upper()} must be in it; {name} is in {dtype}: quantize the "
