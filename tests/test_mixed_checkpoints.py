@@ -355,20 +355,24 @@ def test_other_mixtures_are_refused_at_dry_run_and_start(mixed: dict[str, Path],
 @pytest.mark.parametrize(
     ("codes", "scales"),
     [
-        (torch.int8, (1,)),
-        (torch.float8_e5m2, (1,)),
-        (torch.float8_e4m3fn, (64,)),
-        (torch.float8_e4m3fn, (128, 4)),
-        (torch.float8_e4m3fn, (2, 1)),
+        (torch.int8, torch.ones(1)),
+        (torch.float8_e5m2, torch.ones(1)),
+        (torch.float8_e4m3fn, torch.ones(64)),
+        (torch.float8_e4m3fn, torch.ones(128, 4)),
+        (torch.float8_e4m3fn, torch.ones(2, 1)),
+        (torch.float8_e4m3fn, torch.ones(1, dtype=torch.int32)),
+        (torch.float8_e4m3fn, torch.tensor(-0.1)),
+        (torch.float8_e4m3fn, torch.tensor(torch.nan)),
+        (torch.float8_e4m3fn, torch.full((128, 1), torch.inf)),
     ],
 )
 def test_8_bits_of_another_kind_are_refused_by_the_tensors_name(
-    mixed: dict[str, Path], tmp_path: Path, codes: torch.dtype, scales: tuple[int, ...]
+    mixed: dict[str, Path], tmp_path: Path, codes: torch.dtype, scales: Tensor
 ) -> None:
     folder, name = tmp_path / "model", "model.layers.1.self_attn.q_proj.weight"
     folder.mkdir()
     (folder / "config.json").write_bytes((mixed["ModelOpt"] / "config.json").read_bytes())
-    stored = {name: torch.zeros(128, 128).to(codes), f"{name}_scale": torch.ones(scales)}
+    stored = {name: torch.zeros(128, 128).to(codes), f"{name}_scale": scales}
     save_file(stored, folder / "model.safetensors")
     with pytest.raises(UserError, match=rf"E4M3 floats with a scale for a matrix, a row or a block .*; {name} is"):
         TensorFiles(folder).read(name)

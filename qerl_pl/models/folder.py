@@ -186,10 +186,12 @@ def _dequantize_fp8(name: str, weight: Tensor, scale: Tensor, rows: int) -> Tens
     elif scale.numel() == math.prod(blocks):
         by_row = scale.reshape(blocks).repeat_interleave(_FP8_BLOCK, 0)[: len(weight)]
         factors = by_row.repeat_interleave(_FP8_BLOCK, 1)[:, : weight.shape[1]]
-    if factors is None or weight.dtype != torch.float8_e4m3fn:
+    scales = scale.is_floating_point() and bool((scale.float() >= 0).all() and scale.float().isfinite().all())
+    if factors is None or weight.dtype != torch.float8_e4m3fn or not scales:
         raise UserError(
             f"8-bit weights must be E4M3 floats with a scale for a matrix, a row or a block of {_FP8_BLOCK} x "
-            f"{_FP8_BLOCK}; {name} is {weight.dtype} with scales {tuple(scale.shape)}: quantize the 16-bit model"
+            f"{_FP8_BLOCK}, a number from 0; {name} is {weight.dtype} with {scale.dtype} {tuple(scale.shape)} from "
+            f"{scale.float().min():g}: quantize the 16-bit model"
         )
     return weight.float() * factors.float()
 
