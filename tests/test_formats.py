@@ -330,7 +330,7 @@ def test_scales_of_other_groups_are_refused(folders: dict[str, Path], tmp_path: 
     folder = shutil.copytree(folders[name], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     rows, groups = tensors[f"{UP}.weight_scale"].shape
-    scales = torch.zeros(rows, int(groups / blocks), dtype=torch.uint8)
+    scales = torch.zeros(rows, int(groups / blocks), dtype=torch.uint8).view(tensors[f"{UP}.weight_scale"].dtype)
     save_file(tensors | {f"{UP}.weight_scale": scales}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"has a scale for every .* weights of a row; {UP} has"):
         PolicyConfig(path=str(folder), quantization=name).base_folder()

@@ -246,16 +246,27 @@ def test_a_4_bit_lm_head_of_another_format_is_refused(tmp_path: Path) -> None:
     packed, scale = quantize_mxfp4(stored.pop("lm_head.weight"))
     head = {"lm_head.weight_packed": packed, "lm_head.weight_scale": scale}
     save_file(stored | head, tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UserError, match="lm_head must be in 16 bits; .*model has it in MXFP4: .*ignore"):
-        policy_of(tmp_path / "model", quantization="mxfp4")
+    config = PolicyConfig(path=str(tmp_path / "model"), quantization="mxfp4")
+    for start in (lambda: shape_of(config), config.base_folder, lambda: policy_of(config.source_folder())):
+        with pytest.raises(UserError, match="lm_head must be in 16 bits; it is in MXFP4: .*ignore"):
+            start()
 
 
-@pytest.mark.parametrize("layout", ["ModelOpt", "compressed-tensors"])
-def test_a_published_model_of_text_and_images_is_taken_out_by_quantize(tmp_path: Path, layout: str) -> None:
-    """As Qwen's own: FP8 in attention and delta nets, NVFP4 in MLPs and lm_head, layers for speculative decoding."""
+@pytest.mark.parametrize(("layout", "nested"), [("ModelOpt", False), ("compressed-tensors", True)])
+def test_a_published_model_of_text_and_images_is_taken_out_by_quantize(
+    tmp_path: Path, layout: str, nested: bool
+) -> None:
+    """As Qwen's own: FP8 in attention and delta nets, NVFP4 in MLPs and lm_head, layers for speculative decoding.
+
+    The settings may be in `text_config`, where vLLM finds them, too.
+    """
     text = write_checkpoint("qwen3.5", tmp_path / "text", {"tie_word_embeddings": False})
     wrapped = write_wrapped_qwen(text, tmp_path / "wrapped")
     write_mixed(wrapped, layout)
+    if nested:
+        config = read_config(wrapped)
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+        (wrapped / "config.json").write_text(json.dumps(config))
     expected = write_mixed(text, layout)
     with pytest.raises(UserError, match="must be of text alone; .*take the text model out by `qerl quantize`"):
         PolicyConfig(path=str(wrapped)).base_folder()
@@ -344,20 +355,24 @@ def test_other_mixtures_are_refused_at_dry_run_and_start(mixed: dict[str, Path],
 @pytest.mark.parametrize(
     ("codes", "scales"),
     [
-        (torch.int8, (1,)),
-        (torch.float8_e5m2, (1,)),
-        (torch.float8_e4m3fn, (64,)),
-        (torch.float8_e4m3fn, (128, 4)),
-        (torch.float8_e4m3fn, (2, 1)),
+        (torch.int8, torch.ones(1)),
+        (torch.float8_e5m2, torch.ones(1)),
+        (torch.float8_e4m3fn, torch.ones(64)),
+        (torch.float8_e4m3fn, torch.ones(128, 4)),
+        (torch.float8_e4m3fn, torch.ones(2, 1)),
+        (torch.float8_e4m3fn, torch.ones(1, dtype=torch.int32)),
+        (torch.float8_e4m3fn, torch.tensor(-0.1)),
+        (torch.float8_e4m3fn, torch.tensor(torch.nan)),
+        (torch.float8_e4m3fn, torch.full((128, 1), torch.inf)),
     ],
 )
 def test_8_bits_of_another_kind_are_refused_by_the_tensors_name(
-    mixed: dict[str, Path], tmp_path: Path, codes: torch.dtype, scales: tuple[int, ...]
+    mixed: dict[str, Path], tmp_path: Path, codes: torch.dtype, scales: Tensor
 ) -> None:
     folder, name = tmp_path / "model", "model.layers.1.self_attn.q_proj.weight"
     folder.mkdir()
     (folder / "config.json").write_bytes((mixed["ModelOpt"] / "config.json").read_bytes())
-    stored = {name: torch.zeros(128, 128).to(codes), f"{name}_scale": torch.ones(scales)}
+    stored = {name: torch.zeros(128, 128).to(codes), f"{name}_scale": scales}
     save_file(stored, folder / "model.safetensors")
     with pytest.raises(UserError, match=rf"E4M3 floats with a scale for a matrix, a row or a block .*; {name} is"):
         TensorFiles(folder).read(name)

@@ -16,6 +16,7 @@ from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import DENSE
+from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
 from qerl_pl.models.families import PROJECTIONS, check_family
 from qerl_pl.models.folder import TensorFiles
@@ -123,8 +124,11 @@ def shape_of(config: PolicyConfig) -> Shape:
         )
     family, folder = check_family(settings, config.path), Path(config.path).expanduser()
     base_format = check_quantization(settings, config.path, config.quantization)
+    stores_codes = base_format is not DENSE and any(folder.glob("*.safetensors"))
+    if stores_codes:
+        validate_checkpoint(folder)
     shape = Shape.of(AutoConfig.for_model(**settings))
-    if base_format is DENSE or shape.dense_attention or not any(folder.glob("*.safetensors")):
+    if not stores_codes or shape.dense_attention:
         return shape
     stored = TensorFiles(folder).shapes()
     return replace(shape, dense_weights=sum(math.prod(stored[name]) for name in stored if family.is_four_bits(name)))

@@ -77,6 +77,8 @@ def format_of_config(config: Mapping[str, Any], source: object) -> BaseFormat:
     if found is not None and excess is None:
         return found
     name = quantization.get("format") or quantization.get("quant_method")
+    if found is None and quantization.get("quant_algo"):
+        name = f"{name} {quantization['quant_algo']!s:.40}"
     raise UserError(
         f"a quantized base has weights in {', '.join(QUANTIZED)}, and 16-bit activations; {source} has {name}"
         f"{f' with {excess}' if excess else ''}: quantize the 16-bit model"

@@ -65,7 +65,10 @@ class BaseFormat(ABC):
         return False
 
     def check(self, tensors: TensorFiles) -> None:  # noqa: B027
-        """Raise UserError for a checkpoint that engine and trainer would read differently."""
+        """Raise UserError for a checkpoint that engine and trainer would read differently, or not at all."""
+
+    def report_unused(self, tensors: TensorFiles) -> None:  # noqa: B027
+        """Log what of a checkpoint is not used, or not as it is stored."""
 
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         """Checkpoint names of the tensors that store a quantized linear."""

@@ -32,10 +32,12 @@ def validate_checkpoint(folder: Path) -> PreTrainedModel:
     """Load a checkpoint's shapes into its text model on the meta device; no weight is read.
 
     Raises:
-        UserError: config.json is of no causal language model, the weights do not fit it, experts are stored in stacks,
-            the tokenizer is missing or larger than the vocabulary, or an end token is no token id.
+        UserError: config.json is of no causal language model, the weights do not fit it, quantized ones lack scales or
+            differ in format where they run fused, experts are stored in stacks, the tokenizer is missing or larger
+            than the vocabulary, or an end token is no token id.
     """
     base_format, tensors = format_of(folder), TensorFiles(folder)
+    base_format.check(tensors)
     inner = text_config(read_config(folder), folder)
     with _transformers_errors(folder, "config.json"):
         config = load_config(folder) if inner is None else AutoConfig.for_model(**inner)
@@ -95,6 +97,8 @@ def _check_weights(folder: Path, shapes: Iterable[str], model: PreTrainedModel, 
         )
     if missing := info["missing_keys"]:
         raise UserError(f"{rule}; {folder} lacks {min(missing)}, one of {len(missing)} such; {remedy}")
+    if more := [name for name in info["unexpected_keys"] if not name.endswith(".inv_freq")]:
+        raise UserError(f"{rule}; {folder} has {min(more)} besides, one of {len(more)} such; {remedy}")
 
 
 def _layers(names: Iterable[str]) -> set[str]:

@@ -10,6 +10,8 @@ quantization such a matrix is X [E, K, N].
 """
 
 import logging
+import math
+import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -56,10 +58,17 @@ _CALIBRATION = (("actorder", "static"), ("actorder", "weight"))
 """An order in which GPTQ rounds; the weights lie in their own."""
 
 
+_WIDE = ("BF16", "F16", "F32")
+"""Data types, as safetensors names them, of what is not quantized."""
+_FP8 = "F8_E4M3"
+
+
 class PackedFormat(BaseFormat):
     """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
 
     compression: ClassVar[CompressionFormat]
+    dtypes: ClassVar[tuple[tuple[str, ...], ...]]
+    """Data types of a linear's tensors, in the order of `suffixes`."""
     stores_experts = True
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
@@ -89,6 +98,31 @@ class PackedFormat(BaseFormat):
         inputs = group.get("input_activations")
         rounded = isinstance(inputs, Mapping) and inputs.get("num_bits") == 4 and bool(self.dropped)
         return bool(group.get("output_activations") or (inputs and not rounded))
+
+    def check(self, tensors: TensorFiles) -> None:
+        dtypes, packed = dict(zip(self.suffixes, self.dtypes, strict=True)), self.suffixes[0]
+        for name, (shape, dtype) in tensors.headers().items():
+            linear, _, suffix = name.rpartition(".")
+            allowed = (_FP8,) if name in tensors.fp8 else dtypes.get(suffix, _WIDE)
+            if dtype not in allowed and suffix not in self.dropped:
+                raise UserError(
+                    f"{name} of a base in {self.name.upper()} must be in {' or '.join(allowed)}; it is in {dtype}, or "
+                    "lacks its scales: quantize the 16-bit model"
+                )
+            if suffix in self.suffixes:
+                tensors.require(self.tensor_names(linear))
+            if suffix in self.suffixes[2:] and math.prod(shape) != 1:
+                raise UserError(f"a matrix has one global scale; {name} has {shape}: quantize the 16-bit model")
+            if suffix == packed and (linear.endswith("embed_tokens") or (linear == "lm_head" and not self.reads_mixed)):
+                raise UserError(
+                    f"{linear} must be in 16 bits; it is in {self.name.upper()}: quantize the 16-bit model with it "
+                    "among the modules to ignore, as `qerl quantize` does"
+                )
+            if suffix == "weight" and re.search(r"\.experts\.\d+\.\w+$", linear):
+                raise UserError(
+                    f"experts of a base in {self.name.upper()} must be in it; {name} is in {dtype}: quantize the "
+                    "16-bit model"
+                )
 
     def dense_shape(self, linear: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         *rows, half = stored[f"{linear}.{self.suffixes[0]}"]
@@ -168,17 +202,21 @@ MODELOPT = {"quant_method": "modelopt", "group_size": 16}
 _MIXED_OF_MODELOPT = "MIXED_PRECISION"
 _NVFP4_OF_MODELOPT = ("NVFP4", "W4A16_NVFP4")
 _FP8_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
-"""Its algorithms: of a checkpoint, or of its layers in `quantized_layers`."""
+"""Its algorithms, the last of which it writes in small letters: of a checkpoint, or of layers and groups of them."""
 _CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Settings of keys and values, which the policy and `VLLMEngine.kv_cache_dtype` choose."""
-_CACHE_SCALES = ("q_scale", "k_scale", "v_scale")
+_CACHE_SCALES = tuple(f"{one}_{kind}" for one in "qkv" for kind in ("scale", "zero_point", "bias"))
 _LAYERS_OF_MODELOPT = ("quantized_layers", "config_groups", "ignore", "exclude_modules")
 _FREE_OF_MODELOPT = ("quant_algo", "producer", *_LAYERS_OF_MODELOPT, *_CACHE)
 
 
 def _is_modelopt(quantization: Mapping[str, Any]) -> bool:
     known = (*_NVFP4_OF_MODELOPT, _MIXED_OF_MODELOPT)
-    return quantization.get("quant_method") == MODELOPT["quant_method"] and quantization.get("quant_algo") in known
+    return quantization.get("quant_method") == MODELOPT["quant_method"] and _algorithm(quantization) in known
+
+
+def _algorithm(settings: Any) -> str:
+    return str(settings.get("quant_algo")).upper() if isinstance(settings, Mapping) else ""
 
 
 def _groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,6 +243,7 @@ class NVFP4Format(PackedFormat):
     compression = CompressionFormat.nvfp4_pack_quantized
     config = NVFP4_CONFIG
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
+    dtypes = (("U8",), (_FP8,), _WIDE)
     dropped = ("input_global_scale", "input_scale", *_CACHE_SCALES)
     block = 16
     reads_mixed = True
@@ -240,17 +279,20 @@ class NVFP4Format(PackedFormat):
         return super().excess({**rest, "format": self.compression.value, "config_groups": own})
 
     def _excess_of_modelopt(self, quantization: Mapping[str, Any]) -> str | None:
-        mixed = quantization["quant_algo"] == _MIXED_OF_MODELOPT
+        mixed = _algorithm(quantization) == _MIXED_OF_MODELOPT
         layers = quantization.get("quantized_layers") or {}
         for layer in layers.values() if isinstance(layers, Mapping) else [layers]:
-            if not isinstance(layer, Mapping) or layer.get("quant_algo") not in _NVFP4_OF_MODELOPT + _FP8_OF_MODELOPT:
+            known = _algorithm(layer) in _NVFP4_OF_MODELOPT + _FP8_OF_MODELOPT
+            if not known or extra_setting(layer, MODELOPT, ("quant_algo",)):
                 return f"quantized_layers {layer!s:.80}"
         for group in _groups(quantization).values():
             weights = group.get("weights") if isinstance(group, Mapping) else None
-            if mixed and _is_fp8(group):
+            if mixed and (_is_fp8(group) or _algorithm(group) in _FP8_OF_MODELOPT):
                 continue
             if not isinstance(weights, Mapping) or (weights.get("num_bits"), weights.get("group_size")) != (4, 16):
                 return f"weights {weights!s:.80}"
+            if more := extra_setting(group, {}, ("targets", "weights", "input_activations", "output_activations")):
+                return more
             if self._quantizes_activations(group):
                 return "quantized activations"
         return extra_setting(quantization, MODELOPT, _FREE_OF_MODELOPT)
@@ -265,26 +307,35 @@ class NVFP4Format(PackedFormat):
         return NVFP4Stack(NVFP4Tensor(*stored))
 
     def check(self, tensors: TensorFiles) -> None:
-        """Refuse global scales that differ within a fused group: vLLM would use one of them for all."""
-        if _any_ends(tensors, ("input_global_scale",)):
-            log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
-        if tensors.fp8:
-            log.info("%d linears in FP8 are read in 16 bits, as their activations are", len(tensors.fp8))
-        if _any_ends(tensors, _CACHE_SCALES):
-            log.info("the scales that the base has for keys and values in 8 bits are not used")
-        stored = set(tensors)
+        """Refuse formats or global scales that differ within a fused group: vLLM would use one of them for all."""
+        super().check(tensors)
         names = [name for name in tensors if name.endswith(".weight_global_scale")]
-        members = (fused_group(name.removesuffix("_global_scale")) for name in names)
-        groups = dict.fromkeys(tuple(one for one in group if {one, f"{one}_packed"} & stored) for group in members)
-        held = tensors.read_all([f"{member}_global_scale" for group in groups for member in group])
+        groups = dict.fromkeys(fused_group(name.removesuffix("_global_scale")) for name in names)
+        held = tensors.read_all(names)
         for group in groups:
-            scales = {member: held[f"{member}_global_scale"].item() for member in group}
+            if wide := [member for member in group if member in tensors]:
+                raise UserError(
+                    f"projections that run fused must be in one format, each stored once; of {', '.join(group)} not "
+                    f"all are in NVFP4 alone: {wide[0]}; quantize the 16-bit weights with `qerl quantize`"
+                )
+            of_group = {member: held.get(f"{member}_global_scale") for member in group}
+            scales = {member: scale.item() for member, scale in of_group.items() if scale is not None}
+            if not all(0 < scale < math.inf for scale in scales.values()):
+                raise UserError(f"global scales must be positive numbers; got {scales}: get the model again")
             if len(set(scales.values())) > 1:
                 values = ", ".join(f"{key}={value:g}" for key, value in scales.items())
                 raise UserError(
                     f"projections that run fused must share one global scale; got {values}; "
                     "quantize the 16-bit weights with `qerl quantize`"
                 )
+
+    def report_unused(self, tensors: TensorFiles) -> None:
+        if _any_ends(tensors, ("input_global_scale",)):
+            log.info("activations stay in 16 bits: the scales that the base has for 4-bit ones are not used")
+        if tensors.fp8:
+            log.info("%d linears in FP8 are read in 16 bits, as their activations are", len(tensors.fp8))
+        if _any_ends(tensors, _CACHE_SCALES):
+            log.info("the scales that the base has for keys and values in 8 bits are not used")
 
     def global_scale(self, weights: Iterable[Tensor]) -> Tensor | None:
         return nvfp4_global_scale(*weights)
@@ -326,6 +377,7 @@ class MXFP4Format(_Rounding, PackedFormat):
     compression = CompressionFormat.mxfp4_pack_quantized
     config = MXFP4_CONFIG
     suffixes = tuple(f"weight_{field}" for field in MXFP4Tensor._fields)
+    dtypes = (("U8",), ("U8",))
     remedy = "use nvfp4, or none"
 
     @property

@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 _KEY = "quantization_config"
 CHUNK = 1 << 20
 """Weights that a CPU thread rounds at a time."""
+LARGEST_ROUNDING = 0.25
+"""Norm of the error of a matrix in 4 bits, over the matrix's norm; rounding to nearest makes 0.1."""
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -152,28 +154,43 @@ def _copy_quantized(
 ) -> None:
     """Write a checkpoint as `quantize_checkpoint` would: 4-bit linears as they are, all else in 16 bits.
 
-    What is dequantized gets the data type of the embeddings.
+    What is dequantized gets the data type of the embeddings; of a quantized lm_head that is tied to them nothing is
+    written.
     """
-    base_format.check(tensors)
-    dtype = tensors.first_rows(1).read("model.embed_tokens.weight").dtype
+    base_format.report_unused(tensors)
+    embeddings = "model.embed_tokens.weight"
+    dtype = tensors.first_rows(1).read(embeddings).dtype
     head, *scales = base_format.tensor_names("lm_head")
-    linears = linear_shapes(AutoConfig.for_model(**{key: config[key] for key in config if key != _KEY}))
+    model_config = AutoConfig.for_model(**{key: config[key] for key in config if key != _KEY})
+    linears = linear_shapes(model_config)
     dense = [name for name in linears if name == "lm_head" or base_format.tensor_names(name)[0] not in tensors]
     with atomic_directory(dst) as folder:
         writer = ShardWriter(folder)
         for name in tensors:
             if name.rpartition(".")[2] in base_format.dropped or name in scales:
                 continue
+            tensor, quantized = tensors.read(name), name == head or name in tensors.fp8
             if name == head:
-                held = tensors.read_all([head, *scales])
-                writer.add("lm_head.weight", base_format.dense([held[one] for one in (head, *scales)], dtype))
-            else:
-                tensor = tensors.read(name)
-                writer.add(name, tensor.to(dtype) if name in tensors.fp8 else tensor)
+                tensor = base_format.dense([tensor, *(tensors.read(one) for one in scales)], dtype)
+            if quantized and name in (head, "lm_head.weight") and model_config.tie_word_embeddings:
+                _check_tied(tensor, tensors.read(embeddings), src)
+                continue
+            writer.add("lm_head.weight" if name == head else name, tensor.to(dtype) if quantized else tensor)
         writer.finish()
         ignored = list(dict.fromkeys((*dense, *unquantized(config))))
         copy_other_files(src, folder, {**config, _KEY: {**base_format.config, "ignore": ignored}})
     log.info("wrote %s: a copy of %s with 4-bit linears as they are, and the rest in 16 bits", dst, src)
+
+
+def _check_tied(output_layer: Tensor, embeddings: Tensor, src: Path) -> None:
+    """Refuse a quantized output layer that is not the embeddings, which config.json ties it to, but for rounding."""
+    embeddings = embeddings.float()
+    if not (output_layer.float() - embeddings).norm() <= LARGEST_ROUNDING * embeddings.norm():
+        raise UserError(
+            f"with tie_word_embeddings true lm_head must be the embeddings; those of {src} differ by more than "
+            "rounding to 4 bits does: set it to false in config.json, if the model was trained so"
+        )
+    log.info("the quantized lm_head of %s is not used: config.json ties it to the embeddings", src)
 
 
 def _of_stacks(quantizer: BaseFormat, source: Path) -> BaseFormat:

@@ -21,7 +21,7 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 DELTA_NET = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 """Linears of a gated delta net: of queries, keys and values, of the gate, of beta, of the decay, and of the result."""
-FUSED = (PROJECTIONS[:3], PROJECTIONS[4:6], DELTA_NET[:2])
+FUSED = (PROJECTIONS[:3], PROJECTIONS[4:6], DELTA_NET[:2], DELTA_NET[2:4])
 """Projections that engines run as one matrix; in NVFP4 they share one global scale."""
 
 

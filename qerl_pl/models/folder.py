@@ -43,8 +43,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = _json_object(path)
     if not isinstance(config.get("quantization_config", {}), dict | NoneType):
         raise UserError(f"a model's quantization_config must be an object; {path} has another: get the model again")
+    inner = config.get("text_config")
+    nested = inner.pop("quantization_config", None) if isinstance(inner, dict) else None
     if not config.get("quantization_config"):  # vLLM looks in these places, too
-        if config.get("compression_config"):
+        if isinstance(nested, dict) and nested:
+            config["quantization_config"] = nested
+        elif config.get("compression_config"):
             config["quantization_config"] = {"quant_method": "its settings in compression_config"}
         elif (folder / _MODELOPT).is_file():
             settings = _json_object(folder / _MODELOPT).get("quantization")
@@ -182,10 +186,12 @@ def _dequantize_fp8(name: str, weight: Tensor, scale: Tensor, rows: int) -> Tens
     elif scale.numel() == math.prod(blocks):
         by_row = scale.reshape(blocks).repeat_interleave(_FP8_BLOCK, 0)[: len(weight)]
         factors = by_row.repeat_interleave(_FP8_BLOCK, 1)[:, : weight.shape[1]]
-    if factors is None or weight.dtype != torch.float8_e4m3fn:
+    scales = scale.is_floating_point() and bool((scale.float() >= 0).all() and scale.float().isfinite().all())
+    if factors is None or weight.dtype != torch.float8_e4m3fn or not scales:
         raise UserError(
             f"8-bit weights must be E4M3 floats with a scale for a matrix, a row or a block of {_FP8_BLOCK} x "
-            f"{_FP8_BLOCK}; {name} is {weight.dtype} with scales {tuple(scale.shape)}: quantize the 16-bit model"
+            f"{_FP8_BLOCK}, a number from 0; {name} is {weight.dtype} with {scale.dtype} {tuple(scale.shape)} from "
+            f"{scale.float().min():g}: quantize the 16-bit model"
         )
     return weight.float() * factors.float()
 
@@ -206,7 +212,8 @@ class TensorFiles:
         self._rows: int | None = None
         files = weight_map(folder)
         self._stored = {name: stored for stored, name in _packed_names(_text_names(files)).items()}
-        fp8 = [name for name in self._stored if f"{name}_scale" in self._stored] if _may_have_fp8(folder) else []
+        names = list(self._stored) if _may_have_fp8(folder) else []
+        fp8 = [name for name in names if f"{name}_scale" in self._stored and f"{name}_packed" not in self._stored]
         self._scales = {name: self._stored.pop(f"{name}_scale") for name in fp8}
         self._scale_files = {name: files[scale] for name, scale in self._scales.items()}
         self._files = {name: files[stored] for name, stored in self._stored.items()}
@@ -248,21 +255,37 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every stored tensor, from the headers of the files.
+    def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Stored shape and data type of every tensor, from the headers of the files; the type as safetensors names it.
 
         Raises:
             UserError: A file is missing or damaged, or lacks a tensor of the index.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
+        found: dict[str, tuple[tuple[int, ...], str]] = {}
         for file_name in sorted(set(self._files.values())):
             with _open(self._folder / file_name) as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        if missing := sorted(name for name, stored in self._stored.items() if stored not in shapes):
+                parts = {name: file.get_slice(name) for name in file.keys()}
+                found |= {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+        if missing := sorted(name for name, stored in self._stored.items() if stored not in found):
             raise UserError(
                 f"weight files must hold what their index says; {self._folder} lacks {missing[0]}: download it again"
             )
-        return {name: self._shape(name, shapes[stored]) for name, stored in self._stored.items()}
+        return {name: found[stored] for name, stored in self._stored.items()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, of an expert's in a stack that of its part.
+
+        Raises:
+            UserError: As `headers`.
+        """
+        return {name: self._shape(name, stored) for name, (stored, _) in self.headers().items()}
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise UserError if there is no tensor of one of these names."""
+        if missing := [name for name in names if name not in self._files]:
+            raise UserError(
+                f"every quantized weight needs its scales; {self._folder} lacks {missing[0]}; quantize it again"
+            )
 
     def _shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
         """That of a tensor, from that of the stored one."""
@@ -275,8 +298,7 @@ class TensorFiles:
         Raises:
             UserError: There is no such tensor, or its file is missing or damaged.
         """
-        if name not in self._files:
-            raise UserError(f"every quantized weight needs its scales; {self._folder} lacks {name}; quantize it again")
+        self.require((name,))
         # An open file would keep every page that was read in the process's memory.
         with _open(self._folder / self._files[name]) as file:
             return self._read(file, name)
@@ -287,8 +309,7 @@ class TensorFiles:
         Raises:
             UserError: As `read`.
         """
-        if missing := [name for name in names if name not in self._files]:
-            self.read(missing[0])
+        self.require(names)
         found: dict[str, Tensor] = {}
         for file_name in sorted({self._files[name] for name in names}):
             with _open(self._folder / file_name) as file:

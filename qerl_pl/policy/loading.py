@@ -52,6 +52,7 @@ def load_base(
     for name in family.dropouts:  # neither engines nor packed attention have it
         setattr(config, name, 0.0)
     base_format.check(tensors)
+    base_format.report_unused(tensors)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     shared = SharedWeights({}, {}) if shared is None else shared
