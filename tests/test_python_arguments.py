@@ -50,33 +50,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: RolloutCallback({"mine": Named}), "a reward is an object that scores samples, .*; Named.. makes one"),
     (lambda: RolloutCallback([GSM8KAnswer(), 3]), "a reward is an object that scores samples, or a function; got 3;"),
-    (lambda: RolloutCallback([Named()], "VLLMEngine"), "rollout.engine must be an engine; got 'VLLMEngine'; make one"),
-    (lambda: RolloutCallback([Named()], {"class_path": "VLLMEngine"}), "rollout.engine must be an engine; got {"),
-    (
-        lambda: RolloutCallback([Named()], sampling={"max_tokens": 8}),
-        "rollout.sampling must be of SamplingConfig; got {",
-    ),
-    (
-        lambda: RolloutCallback([Named()], sampling=EvalSampling()),
-        "rollout.sampling must be of SamplingConfig; got Eval",
-    ),
-    (lambda: EvaluationConfig(sampling={"top_p": 1}), "rollout.evaluation.sampling must be of EvalSampling;"),
-    (
-        lambda: RolloutCallback([Named()], environment=Named),
-        "rollout.environment must be of EnvironmentConfig;",
-    ),
-    (
-        lambda: RolloutCallback([Named()], evaluation=4),
-        "rollout.evaluation must be of EvaluationConfig; got 4;",
-    ),
-    (
-        lambda: EvaluationConfig(extra_sampling={"a": {}}),
-        "rollout.evaluation.extra_sampling.a must be of Eval",
-    ),
-    (
-        lambda: EvaluationConfig(extra_sampling=[EvalSampling()]),
-        "rollout.evaluation.extra_sampling must be of",
-    ),
     (lambda: GRPO(multi_objective_aggregation="sum"), "aggregation must be one of sum_then_n"),
     (lambda: SamplingConfig(max_tokens="8"), "sampling.max_tokens must be at least 1; got 8"),
     (lambda: SamplingConfig(temperature=None), "sampling.temperature must be 0 or a number .*; got None"),

@@ -60,21 +60,10 @@ def check_config(value: str) -> str | None:
 def _check_keys(path: str) -> str | None:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        found = " ".join(str(error).split())
         raise UserError(
-            f"a configuration is text in UTF-8; {path} holds {error.object[:40]!r}; save it as such"
-        ) from error
-    except yaml.reader.ReaderError as error:
-        raise UserError(
-            f"a configuration is YAML, which is printable text; {path} has U+{error.character:04X} at character "
-            f"{error.position + 1}; remove it"
-        ) from error
-    except yaml.MarkedYAMLError as error:
-        problem, mark = error.problem, error.problem_mark
-        assert problem is not None and mark is not None  # scanner, parser and composer give both
-        remedy = "indent with spaces, not tabs" if "\\t" in problem else "correct the line, or the one before"
-        raise UserError(
-            f"a configuration is YAML; {path}, line {mark.line + 1}, column {mark.column + 1}: {problem}; {remedy}"
+            f"a configuration is YAML in UTF-8, indented with spaces; {path}: {found:.180}; correct it"
         ) from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(
@@ -105,11 +94,6 @@ def _check_mapping(node: yaml.MappingNode, path: str, is_module: bool) -> None:
     is_class = any(key.value == "class_path" for key, _ in node.value) and not is_module
     for key, _ in node.value:
         name, line = str(key.value), key.start_mark.line + 1
-        if is_module and name == "init_args":
-            raise UserError(
-                f"keys of the module stand beside model.class_path; {path}, line {line} has init_args; write "
-                "model: {class_path: ..., policy: ...}"
-            )
         if name in seen:
             raise UserError(
                 f"a key stands once in a mapping; {path}, line {line} has {name} again; put the values of both "

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from jsonargparse import ArgumentParser
 
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.loggers import flatten, short_name
 from qerl_pl.callbacks.summary import summary_rows
-from qerl_pl.cli.config_checks import arguments_of, listed
+from qerl_pl.cli.config_checks import listed
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.runtime.machine import installed_versions
 
@@ -140,7 +141,8 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     trainer = {**config.get("trainer", {}), "default_root_dir": None}
     trainer |= {key: None for key in ("logger", "plugins") if not isinstance(trainer.get(key, True), bool)}
-    model = {key: value for key, value in config.get("model", {}).items() if key in arguments_of(QeRLModule)}
+    own = ArgumentParser().add_class_arguments(QeRLModule)
+    model = {key: value for key, value in config.get("model", {}).items() if key in own}
     given = {key: value for key, value in config.items() if key in _KEYS} | ({"model": model} if model else {})
     public: dict[str, Any] = _public(given)
     if "class_path" in config.get("model", {}):
