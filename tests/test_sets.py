@@ -166,7 +166,7 @@ def test_a_misspelt_metric_is_refused_in_supervised_fine_tuning(monitor: str, ti
     module = SFTModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
     trainer: Any = SimpleNamespace(precision="32-true", max_epochs=1, max_steps=-1, lightning_module=module)
     trainer.num_devices = trainer.num_nodes = 1
-    trainer.strategy, trainer.barebones, trainer.ckpt_path = SingleDeviceStrategy(torch.device("cpu")), False, None
+    trainer.strategy, trainer.ckpt_path = SingleDeviceStrategy(torch.device("cpu")), None
     trainer.datamodule = ConversationDataModule([{"prompt": "1", "completion": "2"}], max_length=8)
     for name in (monitor, "val/loss", "optim/loss"):
         trainer.callbacks = [ModelCheckpoint(monitor=name)]

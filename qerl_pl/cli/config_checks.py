@@ -169,20 +169,20 @@ def _settle_callbacks(config: Namespace, defaults: Namespace) -> None:
     replaced = [key for key in CALLBACKS if config.get(key)]
     if not rolls_out:
         replaced = [key for key in replaced if resolve_name(config[key].class_path) in given]
-    replaced += ["rollout"] * rolls_out
-    written = [key for key in replaced if _plain(config[key]) != _plain(defaults[key])]
-    if written and rolls_out:
-        log.warning(
-            "trainer.callbacks has a RolloutCallback and is complete: what is set for %s has no effect; list it there",
-            " and ".join(written),
-        )
-    elif written:
+    written = [key for key in replaced if config[key] != defaults[key]]
+    if written and not rolls_out:
         raise UserError(
             f"a callback is set in one place; got the key {' and '.join(written)}, and trainer.callbacks has that "
             "class, too; set the key to null, or leave it out there"
         )
+    if rolls_out:
+        written += ["rollout"] * bool(config.rollout.rewards)
+        if written:
+            message = "trainer.callbacks has a RolloutCallback and is complete: what is set for %s has no effect"
+            log.warning(message, " and ".join(written))
+        config.rollout = defaults.rollout
     for key in replaced:
-        config[key] = defaults[key] if key == "rollout" else None
+        config[key] = None
 
 
 def _name_defaults(model: Namespace) -> None:
@@ -198,10 +198,3 @@ def _name_defaults(model: Namespace) -> None:
     if "objective" in model and model.objective is None:
         parser.add_argument("--objective", type=Objective)
         model.objective = parser.parse_object({"objective": "qerl_pl.algorithm.GRPO"}).objective
-
-
-def _plain(value: object) -> object:
-    """The parser's namespace of a dataclass as a dictionary, a tuple as a list; else the value."""
-    if isinstance(value, Namespace):
-        return {name: _plain(item) for name, item in vars(value).items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
