@@ -146,7 +146,7 @@ def test_a_schedule_that_ends_before_the_run_is_refused_before_it() -> None:
         UserError, match="must last for the run's 8 optimizer steps; at step 5 .*number of total steps is 4"
     ):
         check_schedule(short, sgd([trial_weight()]), STEPS)
-    with pytest.raises(UserError, match="a learning rate is from 0 to .* sets -.* at step 5 of 8"):
+    with pytest.raises(UserError, match="a learning rate is at least 0; .* sets -.* at step 5 of 8"):
         check_schedule(lambda optimizer: LambdaLR(optimizer, lambda step: 1 - step / 4), sgd([trial_weight()]), STEPS)
 
 

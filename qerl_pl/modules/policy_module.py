@@ -148,11 +148,6 @@ class PolicyModule(LightningModule, ChecksFirst):
     ) -> None:
         super().__init__()
         require_type(PolicyConfig, {"model.policy": policy}, "write PolicyConfig(path=...)")
-        if not callable(optimizer):
-            raise UserError(
-                f"model.optimizer makes an optimizer of the trained weights; got a {type(optimizer).__name__}; write "
-                "lambda weights: torch.optim.AdamW(weights, lr=1e-5), say"
-            )
         require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:
