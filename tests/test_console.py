@@ -149,9 +149,7 @@ CLASSES = {
     "model: {objective: {class_path: GRPO, beta: 0.1}}": "line 1 has beta beside",
     "model:\n  optimizer:\n    class_path: torch.optim.AdamW\n    lr: 0.1": "line 4 has lr beside",
     "rollout: {rewards: {format: {class_path: Format, weight: 0.3}}}": "has weight beside",
-    "noise: {sigma_start: 0.1, class_path: AdaptiveQuantizationNoise}": "has sigma_start beside",
     "trainer: {callbacks: [{class_path: CompletionLog, jsonl: true}]}": "has jsonl beside",
-    "data: {class_path: TableDataModule, path: x.jsonl, init_args: {batch_size: 4}}": "has path beside",
 }
 
 
