@@ -122,6 +122,8 @@ FILES = {
     "- sft\n": "mine.yaml is none; write",
     "model:\n\tpolicy: {}": r"indented with spaces; .*character '\\t' that cannot start .* line 2, column 1: ",
     "model: {policy: {path: x}\ntrainer: {}": "expected ',' or '}', but got '<scalar>' .* line 2, column 1: ",
+    "model:\ntrainer: {max_steps: 8}": "model is a mapping of keys; .*mine.yaml has no keys below it; set some",
+    "fit: {model: 3}": "model is a mapping of keys; ",
     "# für": "is YAML in UTF-8, .*mine.yaml: 'utf-8' codec can't decode byte",
     "rollout: {group_size: 4}\nrollout: {sampling: {}}": "a key stands once .*, line 2 has rollout again; put ",
     "trainer:\n  callbacks:\n  - class_path: A\n    class_path: B": "line 4 has class_path again",

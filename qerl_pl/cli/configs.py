@@ -73,26 +73,26 @@ def _check_keys(path: str) -> str | None:
     runs = [root, *(value for key, value in root.value if key.value in ("fit", "validate", "test"))]
     keys = [pair for run in runs if isinstance(run, yaml.MappingNode) for pair in run.value]
     model = next((value for key, value in keys if key.value == "model"), None)
-    nodes: list[yaml.Node] = [root]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, yaml.MappingNode):
-            _check_mapping(node, path, node is model)
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-    named = model.value if isinstance(model, yaml.MappingNode) else []
+    if not isinstance(model, yaml.MappingNode | None):  # which would drop the keys of earlier files
+        raise UserError(f"model is a mapping of keys; {path} has no keys below it; set some, or leave it out")
+    _check_node(root, path, model)
+    named = [] if model is None else model.value
     return next((str(value.value) for key, value in named if key.value == "class_path"), None)
 
 
-def _check_mapping(node: yaml.MappingNode, path: str, is_module: bool) -> None:
+def _check_node(node: yaml.Node, path: str, model: yaml.Node | None) -> None:
     """Refuse a key that stands twice, of which YAML keeps the last, and an argument of a class beside `class_path`.
 
     Those of the module do stand beside it: they are the same without it, and in other files.
     """
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_node(item, path, model)
+    if not isinstance(node, yaml.MappingNode):
+        return
     seen: set[str] = set()
-    is_class = any(key.value == "class_path" for key, _ in node.value) and not is_module
-    for key, _ in node.value:
+    is_class = node is not model and any(key.value == "class_path" for key, _ in node.value)
+    for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
         if name in seen:
             raise UserError(
@@ -105,6 +105,7 @@ def _check_mapping(node: yaml.MappingNode, path: str, is_module: bool) -> None:
                 f"init_args: {{{name}: ...}}"
             )
         seen.add(name)
+        _check_node(value, path, model)
 
 
 def list_configs() -> None:
