@@ -36,7 +36,7 @@ class Builder(QeRLCLI):
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
         settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
-        if settings.rollout.rewards or settings.rollout.environment.factory:
+        if self._has_rollouts and (settings.rollout.rewards or settings.rollout.environment.factory):
             settings.rollout = RolloutCallback(**settings.rollout)
         raise Built(settings)
 

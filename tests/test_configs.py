@@ -25,7 +25,6 @@ from qerl_pl.cli.main import COMMANDS, QeRLCLI, main
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import QeRLModule
-from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.types import SamplingConfig
 
 ROOT = Path(__file__).parents[1]
@@ -393,32 +392,21 @@ def test_a_users_own_module_is_named_by_its_import_path(
         (["--model.class_path=nowhere.Mine"], "model.class_path is .*'nowhere.Mine' cannot be imported"),
         (["--model.class_path", "torch.nn.Linear"], "got torch.nn.Linear, which is none; derive it from one"),
         (
-            ["--model.class_path", "test_configs.Few"],
-            "Few has no policy, optimizer, .*; add .*settings to its __init__",
-        ),
-        (["-c", "init.yaml"], "stand beside model.class_path; init.yaml, line 1 has init_args; write model: {class_"),
-        (
             ["-c", '{"model": {"class_path": "SFTModule"}}'],
             "read before other keys; it stands in a pipe, .*; add --model",
         ),
-        (SFT_DATA, "QeRLModule samples from prompts; got conversations, data ArithmeticConv.* SFTModule to learn from"),
-        ([*SFT_DATA, "--model.class_path", "QeRLModule"], "set model.class_path to SFTModule to learn from them"),
-        (["-c", "sft", "--data", "ArithmeticDataModule"], "SFTModule learns from conversations; got data Arithmetic"),
+        (SFT_DATA, "got model.class_path QeRLModule with data ArithmeticConversations; set one of the two"),
+        (["-c", "sft", "--data", "ArithmeticDataModule"], "class_path SFTModule with data ArithmeticDataModule; set"),
     ],
 )
 def test_a_module_that_does_not_go_with_the_run_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("init.yaml").write_text("model: {class_path: SFTModule, init_args: {policy: {path: x}}}")
     given = [] if words[:2] == ["-c", "sft"] else ["-c", str(QUICKSTART)]
     with pytest.raises(UserError, match=message) as refused:
         built("fit", *given, *words)
     assert "\n" not in str(refused.value)
-
-
-class Few(PolicyModule):
-    def __init__(self, shown: float = 0.5) -> None: ...
 
 
 # The command line -----------------------------------------------------------------------------------------------------

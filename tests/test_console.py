@@ -121,14 +121,10 @@ def test_a_switch_needs_no_value(words: str) -> None:
 NEAREST = {
     "model.lr": "model.optimizer.lr",
     "lr": "model.optimizer.lr",
-    "learning_rate": "model.optimizer.lr",
-    "model.policy.lora.r": "model.policy.lora.rank",
     "lora.r": "model.policy.lora.rank",
-    "model.policy.lora.lora_alpha": "model.policy.lora.alpha",
     "model.lora.rank": "model.policy.lora.rank",
-    "model.policy.lora.target_modules": "model.policy.lora.targets",
+    "rollout.max_turns": "rollout.environment.max_turns",
     "max_steps": "trainer.max_steps",
-    "trainer.steps": "trainer.max_steps",
     "batch_size": "data.batch_size",
     "model.optimiser.lr": "model.optimizer.lr",
     "num_generations": "rollout.group_size",
@@ -139,7 +135,6 @@ NEAREST = {
     "resum": "resume",
     "version": None,
     "model.zzz": None,
-    "rollout.egnine.max_num_seqs": "rollout.engine.max_num_seqs",
 }
 
 
@@ -147,16 +142,14 @@ NEAREST = {
 def test_an_unknown_key_is_answered_with_the_nearest(key: str) -> None:
     line = explain(ArgumentError(None, f"unrecognized arguments: --{key} 1"), ["fit"], COMMAND_HELP)
     meant = f" did you mean {NEAREST[key]}?;" if NEAREST[key] else ""
-    assert line == f"unrecognized arguments: --{key} 1;{meant} see qerl fit --help"
+    assert line == f"there is no key {key};{meant} see qerl fit --help"
 
 
 CLASSES = {
     "model: {objective: {class_path: GRPO, beta: 0.1}}": "line 1 has beta beside",
     "model:\n  optimizer:\n    class_path: torch.optim.AdamW\n    lr: 0.1": "line 4 has lr beside",
     "rollout: {rewards: {format: {class_path: Format, weight: 0.3}}}": "has weight beside",
-    "noise: {sigma_start: 0.1, class_path: AdaptiveQuantizationNoise}": "has sigma_start beside",
     "trainer: {callbacks: [{class_path: CompletionLog, jsonl: true}]}": "has jsonl beside",
-    "data: {class_path: TableDataModule, path: x.jsonl, init_args: {batch_size: 4}}": "has path beside",
 }
 
 
@@ -175,8 +168,6 @@ def test_arguments_beside_the_name_of_a_class_are_told(tmp_path: Path, text: str
 
 CODE = {
     "no colon": b"def reward(completions)\n    return [1.0]\n",
-    "tabs and spaces": b"def reward(c):\n\tif c:\n        return [1.0]\n",
-    "another language": b"function reward() { return 1 }\n",
     "not UTF-8": b"def reward(c):\n    return 'f\xfcr'\n",
     "null bytes": b"def reward(c):\n    return '\0'\n",
 }
@@ -186,51 +177,17 @@ CODE = {
 def test_a_file_of_python_that_does_not_parse_is_named(tmp_path: Path, case: str) -> None:
     path = tmp_path / "mine.py"
     path.write_bytes(CODE[case])
-    with pytest.raises(SyntaxError) as failed:
+    with pytest.raises(UserError, match=r"mine.py:reward' cannot be imported \(.*\); correct the name or the file"):
         load_named(f"{path}:reward", "rule", "remedy", "reward")
-    wrapped = ArgumentError(None, "Problem with given class_path")
-    wrapped.__cause__ = failed.value
-    for error in (failed.value, wrapped):
-        line = explain(error, ["fit"], COMMAND_HELP)
-        assert line is not None and line.startswith("a file of Python must be in its syntax; ") and "\n" not in line
-        assert "mine.py" in line or case in ("not UTF-8", "null bytes")
+    wrapped = ArgumentError(None, 'Parser key "data":\n  Given value: mine.Data')
+    wrapped.__cause__ = SyntaxError("expected ':'", ("mine.py", 1, 4, "class Data"))
+    line = explain(wrapped, ["fit"], COMMAND_HELP)
+    assert line == "data does not take mine.Data (expected ':' (mine.py, line 1)); correct it; see qerl fit --help"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     assert main(list(args)) == 2
     return capsys.readouterr().err.splitlines()[-1]
-
-
-VALUES = {
-    "--noise off": "noise does not take off; ",
-    "--best runs/a/best.ckpt": "best does not take runs/a/best.ckpt; ",
-    "--seed_everything 1e3": "seed_everything does not take 1e3; correct it; see",
-    "--rollout.sampling.stop END": "rollout.sampling.stop does not take END; correct it; see",
-    "--rollout.evaluation.sampling.stop END": "sampling.stop does not take END; correct it; see",
-    "--rollout.eval_samples 4": "did you mean rollout.evaluation.samples?; see",
-    "--rollout.max_turns 4": "did you mean rollout.environment.max_turns?; see",
-    "--rollout.environment_workers 4": "did you mean rollout.environment.workers?; see",
-    "--rollout.multi_objective_aggregation a": "did you mean model.objective.multi_objective_aggregation?; see",
-    "--rollout.environment game.py:Game": "rollout.environment",
-    "--rollout.environment {class_path: game.py:Game}": "rollout.environment",
-    "--rollout.environment.init_args.corpus c": "rollout.environment",
-    "--trainer.callbacks [{class_path: RolloutCallback, init_args: {rewards: [], eval_samples: 4}}]": (
-        "trainer.callbacks.eval_samples is no argument of RolloutCallback; did you mean evaluation.samples?; see"
-    ),
-    "--model.policy.lora.targets q_proj,k_proj": "lora.targets does not take q_proj,k_proj; correct it; see",
-    "--model.objective {class_path:GRPO,beta:0.1}": "model.objective has others beside class_path; move",
-    "--rollout.rewards.mine {file}:reward": "a file of Python must be in its syntax; {file}, line 1: ",
-}
-
-
-@pytest.mark.parametrize("words", VALUES)
-def test_a_wrong_value_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path, words: str) -> None:
-    path = tmp_path / "mine.py"
-    path.write_bytes(CODE["no colon"])
-    given = words.replace("{file}", str(path)).replace(":GRPO,beta:", ": GRPO, beta: ").split(" ", 1)
-    line = refusal(capsys, "fit", "-c", "quickstart", "--trainer.default_root_dir", str(tmp_path / "run"), *given)
-    assert VALUES[words].replace("{file}", str(path)) in line
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_configuration_without_training_rows_is_to_evaluate(

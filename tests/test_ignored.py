@@ -1,6 +1,7 @@
 """Settings that would have no effect: refused, or named in a warning."""
 
 import logging
+from argparse import ArgumentError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ def test_keys_beside_a_listed_rollout_callback_are_named(
     words: list[str], keys: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = saved_config(*QUICK, "--trainer.callbacks", f"[{ROLLOUT}]", *words)
-    assert f"is complete: what is set for {keys} has no effect; list it there" in caplog.text
+    assert f"is complete: what is set for {keys} has no effect" in caplog.text
     (tmp_path / "config.yaml").write_text(text)
     caplog.clear()
     assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text and "no effect" not in caplog.text
@@ -115,9 +116,8 @@ def test_no_rewards_in_a_file_drop_those_of_earlier_files(later: list[str], name
     ],
 )
 def test_settings_of_rollouts_are_refused_in_supervised_fine_tuning(words: list[str]) -> None:
-    with pytest.raises(UserError, match="^supervised fine-tuning has no rollouts; got the key (rollout|completions); "):
+    with pytest.raises(ArgumentError, match=f"^unrecognized arguments: {words[0]}"):
         built("fit", "-c", "sft", *words)
-    built("fit", "-c", "sft", "--completions", "null", "--summary", "null", "--checkpoint.keep", "3")
 
 
 @pytest.mark.parametrize(
@@ -137,16 +137,15 @@ def test_gdpo_refuses_another_advantage_norm_than_its_own(objective: type[Object
 
 @pytest.mark.parametrize("objective", [GRPO(beta=0.04)])
 @pytest.mark.parametrize(
-    ("teacher", "names"),
+    ("teacher", "is_named"),
     [
-        (TeacherConfig("larger"), "model.teacher.path has"),
-        (TeacherConfig("larger", offload=False), "model.teacher.path and model.teacher.offload have"),
-        (TeacherConfig(dtype="float32"), "model.teacher.dtype has"),
-        (TeacherConfig(), None),
+        (TeacherConfig("larger"), True),
+        (TeacherConfig(dtype="float32"), True),
+        (TeacherConfig(), False),
     ],
 )
 def test_a_teacher_that_nothing_learns_from_is_named(
-    objective: Objective, teacher: TeacherConfig, names: str | None, caplog: pytest.LogCaptureFixture
+    objective: Objective, teacher: TeacherConfig, is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def set_up(objective: Objective) -> None:
         module = module_of(Path("nowhere"), objective=objective, teacher=teacher)
@@ -154,10 +153,8 @@ def test_a_teacher_that_nothing_learns_from_is_named(
         module.setup("fit")
 
     set_up(objective)
-    needed = "a model.objective that distils (OnPolicyDistillation, or"
-    assert [message.partition(needed)[0] for message in caplog.messages] == [f"{names} no effect without "] * bool(
-        names
-    )
+    found = [message.startswith("model.teacher has no effect without ") for message in caplog.messages]
+    assert found == [True] * is_named
     caplog.clear()
     set_up(OnPolicyDistillation())
     assert not caplog.messages
@@ -179,19 +176,18 @@ def test_a_weight_of_a_set_to_evaluate_on_is_refused(weight: float, others: dict
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "is_named"),
     [
-        ({"max_turns": 4}, ["rollout.environment.max_turns has no effect without rollout.environment.factory"]),
-        ({"tool_format": "hermes", "weight": 0.5}, ["environment.tool_format and rollout.environment.weight have no"]),
-        ({"workers": 3}, ["rollout.environment.workers has no effect without rollout.environment.factory"]),
-        ({"tool_time_limit": 5.0, "max_tool_response_tokens": None}, ["max_tool_response_tokens and rollout.environ"]),
-        ({"max_turns": 4, "factory": "qerl_pl.environments.Calculator"}, []),
-        ({"max_turns": 8}, []),
+        ({"max_turns": 4}, True),
+        ({"tool_format": "hermes", "weight": 0.5}, True),
+        ({"max_tool_response_tokens": None}, True),
+        ({"max_turns": 4, "factory": "qerl_pl.environments.Calculator"}, False),
+        ({"max_turns": 8}, False),
     ],
 )
-def test_what_acts_with_another_setting_only_is_named(
-    settings: dict[str, Any], said: list[str], caplog: pytest.LogCaptureFixture
+def test_an_environment_without_its_factory_is_named(
+    settings: dict[str, Any], is_named: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     rollout_of(environment=EnvironmentConfig(**settings)).close()
     found = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(found) == len(said) and all(text in line for text, line in zip(said, found, strict=True))
+    assert found == ["rollout.environment has no effect without its factory"] * is_named

@@ -93,7 +93,7 @@ CONVERSATIONS = ["-c", str(ROOT / "configs" / "sft.yaml"), "--data", "Conversati
 @pytest.mark.parametrize(
     "words", [["fit", *PROMPTS], ["validate", *PROMPTS], ["test", *PROMPTS], ["fit", *CONVERSATIONS]]
 )
-@pytest.mark.parametrize("during", ["datasets.load_dataset", "qerl_pl.cli.main.check_values"])
+@pytest.mark.parametrize("during", ["datasets.load_dataset", "qerl_pl.cli.main.refuse_null"])
 @pytest.mark.usefixtures("default_handler")
 def test_ctrl_c_before_the_first_step_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], during: str

@@ -24,6 +24,7 @@ from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.policy.lora import PROJECTIONS
+from qerl_pl.runtime.checks import require_planned_end
 from qerl_pl.runtime.random_state import random_state
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvaluatedPrompt, Evaluation, GradedAnswer, PromptBatch
@@ -132,7 +133,7 @@ def test_a_run_is_planned_by_the_nearest_of_its_limits(max_steps: int, max_epoch
 @pytest.mark.parametrize(("max_steps", "max_epochs"), [(-1, -1), (-1, None), (0, 0)])
 def test_a_run_without_an_end_is_refused(max_steps: int, max_epochs: int | None) -> None:
     with pytest.raises(UserError, match="need a planned end"):
-        planned(max_steps, max_epochs).planned_batches()
+        require_planned_end(planned(max_steps, max_epochs).trainer)
 
 
 @pytest.mark.parametrize(

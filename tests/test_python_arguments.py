@@ -33,8 +33,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: QeRLModule(PolicyConfig), "model.policy must be of PolicyConfig; got <class"),
     (lambda: QeRLModule(objective="DAPO"), "model.objective must be of Objective; got 'DAPO'; write qerl_pl.algorithm"),
     (lambda: QeRLModule(teacher="Qwen/Qwen3-4B"), "model.teacher must be of TeacherConfig; got 'Qwen/Qwen3-4B';"),
-    (lambda: QeRLModule(optimizer="adamw"), "model.optimizer makes an optimizer of the trained weights; got a str;"),
-    (lambda: QeRLModule(optimizer=torch.optim.SGD([torch.zeros(1)], lr=1)), "model.optimizer makes an optimizer"),
+    (lambda: QeRLModule(optimizer="adamw"), "model.optimizer must take .* it says: 'str' object is not callable"),
     (lambda: QeRLModule(update_epochs="2"), "model.update_epochs must be a number; got '2'"),
     (lambda: PolicyConfig(path=3), "model.policy.path must be of str; got 3; name a folder"),
     (lambda: TeacherConfig(path=3), "model.teacher.path must be of str; got 3; name a folder"),
@@ -50,33 +49,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: RolloutCallback({"mine": Named}), "a reward is an object that scores samples, .*; Named.. makes one"),
     (lambda: RolloutCallback([GSM8KAnswer(), 3]), "a reward is an object that scores samples, or a function; got 3;"),
-    (lambda: RolloutCallback([Named()], "VLLMEngine"), "rollout.engine must be an engine; got 'VLLMEngine'; make one"),
-    (lambda: RolloutCallback([Named()], {"class_path": "VLLMEngine"}), "rollout.engine must be an engine; got {"),
-    (
-        lambda: RolloutCallback([Named()], sampling={"max_tokens": 8}),
-        "rollout.sampling must be of SamplingConfig; got {",
-    ),
-    (
-        lambda: RolloutCallback([Named()], sampling=EvalSampling()),
-        "rollout.sampling must be of SamplingConfig; got Eval",
-    ),
-    (lambda: EvaluationConfig(sampling={"top_p": 1}), "rollout.evaluation.sampling must be of EvalSampling;"),
-    (
-        lambda: RolloutCallback([Named()], environment=Named),
-        "rollout.environment must be of EnvironmentConfig;",
-    ),
-    (
-        lambda: RolloutCallback([Named()], evaluation=4),
-        "rollout.evaluation must be of EvaluationConfig; got 4;",
-    ),
-    (
-        lambda: EvaluationConfig(extra_sampling={"a": {}}),
-        "rollout.evaluation.extra_sampling.a must be of Eval",
-    ),
-    (
-        lambda: EvaluationConfig(extra_sampling=[EvalSampling()]),
-        "rollout.evaluation.extra_sampling must be of",
-    ),
     (lambda: GRPO(multi_objective_aggregation="sum"), "aggregation must be one of sum_then_n"),
     (lambda: SamplingConfig(max_tokens="8"), "sampling.max_tokens must be at least 1; got 8"),
     (lambda: SamplingConfig(temperature=None), "sampling.temperature must be 0 or a number .*; got None"),
@@ -101,8 +73,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         lambda: RolloutCallback([Named()], evaluation=EvaluationConfig(sampling=EvalSampling(top_p=0.0))),
         "evaluation.sampling.top_p must be above 0",
     ),
-    (lambda: QeRLModule(optimizer=lambda w: torch.optim.AdamW(w, lr=math.inf)), "needs a learning rate .* got inf"),
-    (lambda: QeRLModule(optimizer=torch.optim.LBFGS), "once a minibatch; LBFGS asks"),
     (lambda: LoraConfig(alpha=math.nan), "finite alpha > 0; got nan; set model.policy.lora"),
 ]
 

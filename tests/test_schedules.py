@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser
-from short_run import data, module_of, rollout_of, trainer_of
+from short_run import data, module_of, trainer_of
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
@@ -146,7 +146,7 @@ def test_a_schedule_that_ends_before_the_run_is_refused_before_it() -> None:
         UserError, match="must last for the run's 8 optimizer steps; at step 5 .*number of total steps is 4"
     ):
         check_schedule(short, sgd([trial_weight()]), STEPS)
-    with pytest.raises(UserError, match="a learning rate is from 0 to .* sets -.* at step 5 of 8"):
+    with pytest.raises(UserError, match="a learning rate is at least 0; .* sets -.* at step 5 of 8"):
         check_schedule(lambda optimizer: LambdaLR(optimizer, lambda step: 1 - step / 4), sgd([trial_weight()]), STEPS)
 
 
@@ -161,16 +161,9 @@ def test_a_schedule_that_ends_before_the_run_is_refused_before_it() -> None:
 def test_weight_averaging_is_refused_before_the_policy_is_loaded(callback: Callback, tmp_path: Path) -> None:
     module, trainer = module_of(Path("nowhere")), trainer_of(tmp_path, callback)
     for kind in (QeRLModule, PolicyModule):
-        with pytest.raises(UserError, match=f"weights are not averaged, .*; got {type(callback).__name__} among"):
+        with pytest.raises(UserError, match="weights are not averaged, .*; got .*WeightAveraging; leave it out"):
             kind.check_first(module, trainer, "fit")
     module.check_first(trainer, "validate")
-
-
-@pytest.mark.parametrize("stage", ["fit", "validate", "test"])
-def test_barebones_is_refused(stage: str, tiny_policy_dir: Path) -> None:
-    trainer = Trainer(barebones=True, accelerator="cpu", max_epochs=1, callbacks=[rollout_of()])
-    with pytest.raises(UserError, match=r"Trainer\(barebones=True\) logs none; leave it out"):
-        getattr(trainer, stage)(module_of(tiny_policy_dir), datamodule=data())
 
 
 @pytest.mark.parametrize("kind", [QeRLModule, SFTModule])

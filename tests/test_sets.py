@@ -10,7 +10,6 @@ import pytest
 import torch
 from cli_helpers import built
 from fit_helpers import Vowels, train
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from short_run import module_of, rollout_of, trainer_of
@@ -162,43 +161,6 @@ def test_a_misspelt_metric_of_a_validation_is_refused_before_anything_starts(
     assert {"accuracy", "pass@1", "pass@4", "reward_mean", "cold_pass@4", "cold_length_mean"} <= {*names}
 
 
-class Own(Callback):
-    """Logs a metric of its own in validations."""
-
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
-        pl_module.log("val/own", 1.0, batch_size=1)
-
-
-@pytest.mark.parametrize(
-    ("monitor", "sanity", "said"),
-    [
-        ("reward/men", 0, "monitors reward/men, and steps log reward/mean"),
-        ("mean_reward", 0, "monitors mean_reward, and steps log "),
-        ("optim/los", -1, "monitors optim/los, and steps log optim/loss"),
-        ("val/owm", 1, "monitors val/owm, and validations log val/own"),
-        ("val/own", 1, None),
-        ("val/own", 0, None),
-        ("reward/mean", 0, None),
-        ("rollouts", 0, None),
-    ],
-)
-def test_a_misspelt_metric_is_refused_after_the_first_step_or_the_validation_before(
-    monitor: str, sanity: int, said: str | None, tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    own = [Own()] if "ow" in monitor else []
-    best = ModelCheckpoint(tmp_path / "best", monitor=monitor)
-    trainer = trainer_of(tmp_path, best, *own, noise=False, limit_train_batches=2)
-    trainer.num_sanity_val_steps = sanity
-    module, data = module_of(tiny_policy_dir), ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
-    if said is None:
-        trainer.fit(module, datamodule=data)
-        assert best.best_model_path and module.policy_version == 2
-        return
-    with pytest.raises(UserError, match=f"^a monitored metric must be logged; ModelCheckpoint {said}"):
-        trainer.fit(module, datamodule=data)
-    assert module.policy_version == (0 if "val" in monitor else 1) and not (tmp_path / "best").exists()
-
-
 @pytest.mark.parametrize(
     "monitor", ["val/los", "val/accuracy", "val/perplexty", "val/mean_token_acuracy", "val/x/loss"]
 )
@@ -206,7 +168,7 @@ def test_a_misspelt_metric_is_refused_in_supervised_fine_tuning(monitor: str, ti
     module = SFTModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
     trainer: Any = SimpleNamespace(precision="32-true", max_epochs=1, max_steps=-1, lightning_module=module)
     trainer.num_devices = trainer.num_nodes = 1
-    trainer.strategy, trainer.barebones, trainer.ckpt_path = SingleDeviceStrategy(torch.device("cpu")), False, None
+    trainer.strategy, trainer.ckpt_path = SingleDeviceStrategy(torch.device("cpu")), None
     trainer.datamodule = ConversationDataModule([{"prompt": "1", "completion": "2"}], max_length=8)
     for name in (monitor, "val/loss", "optim/loss"):
         trainer.callbacks = [ModelCheckpoint(monitor=name)]

@@ -13,7 +13,7 @@ from tiny_run import VALIDATED, Tiny, trainer_of
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted
 from qerl_pl.errors import Stopped, StopSignals, UserError, sigusr1_as_sigterm
-from qerl_pl.runtime.slurm import check_tasks, check_world, take_sigusr1
+from qerl_pl.runtime.slurm import check_world, take_sigusr1
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
 ARRAY = {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}
@@ -185,15 +185,4 @@ def test_as_many_processes_as_devices_are_right(
 ) -> None:
     for name, value in (TASK | variables).items():
         monkeypatch.setenv(name, value)
-    check_tasks()
     check_world(make())
-
-
-def test_tasks_are_given_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    with pytest.raises(
-        UserError, match="got SLURM_NTASKS=4 without SLURM_NTASKS_PER_NODE; start with srun --nodes, as"
-    ):
-        check_tasks()
-    monkeypatch.setenv("SLURM_JOB_NAME", "bash")
-    check_tasks()

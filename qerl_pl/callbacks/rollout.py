@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from qerl_pl.callbacks.rollout_settings import (
     EnvironmentConfig,
     EvaluationConfig,
-    check_types,
     warn_of_filters,
     warn_of_opened_tags,
 )
@@ -89,7 +88,6 @@ class RolloutCallback(Callback, SamplingCallback):
         environment: EnvironmentConfig = EnvironmentConfig(),  # noqa: B008
         evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
     ) -> None:
-        check_types(engine, sampling, environment, evaluation)
         require_at_least(1, {"check_every": check_every})
         has_environment = environment.factory is not None
         listed = with_environment_reward(as_rewards(rewards), has_environment, environment.weight)
@@ -320,11 +318,6 @@ class RolloutCallback(Callback, SamplingCallback):
     ) -> None:
         """Sample and grade validation prompts, without noise."""
         self._evaluate(_module(pl_module), batch, _data(trainer).val_names[dataloader_idx])
-
-    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse callbacks that monitor what the validation has not logged; of several sets Lightning keeps nothing."""
-        if len(_data(trainer).val_names) == 1:
-            check_monitors(trainer, trainer.callback_metrics)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0

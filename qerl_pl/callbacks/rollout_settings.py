@@ -1,7 +1,7 @@
 """Settings of the rollout callback by group, and their checks."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,11 @@ from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection
 from qerl_pl.chat.template import messages_of, template_texts
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.environments.pool import EnvironmentPool
-from qerl_pl.errors import UserError, require_type
 from qerl_pl.evaluation.evaluator import EvaluatorConfig
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import Format, Reward
 from qerl_pl.rollout.dialogue_sampler import DialogueConfig
 from qerl_pl.rollout.scoring import Scorer
-from qerl_pl.runtime.checks import warn_of_unused
 from qerl_pl.types import EvalSampling, SamplingConfig
 
 log = logging.getLogger(__name__)
@@ -55,7 +53,8 @@ class EnvironmentConfig(DialogueConfig):
     def pool(self) -> EnvironmentPool | None:
         """Where the environments are opened; None without a factory, with a warning of settings that need one."""
         if self.factory is None:
-            warn_of_unused(EnvironmentConfig, "rollout.environment", "rollout.environment.factory", vars(self))
+            if self != EnvironmentConfig():
+                log.warning("rollout.environment has no effect without its factory")
             return None
         return EnvironmentPool(self.factory, self.tool_time_limit, self.workers, variables=self.variables or ())
 
@@ -80,36 +79,11 @@ class EvaluationConfig:
     batch: int | None = None
     extra_sampling: dict[str, EvalSampling] | None = None
 
-    def __post_init__(self) -> None:
-        key, remedy = "rollout.evaluation", "write EvalSampling(temperature=0.6), say"
-        if self.sampling is not None:
-            require_type(EvalSampling, {f"{key}.sampling": self.sampling}, remedy)
-        if self.extra_sampling is not None:
-            named = "name each sampling: {'card': EvalSampling(...)}"
-            require_type(Mapping, {f"{key}.extra_sampling": self.extra_sampling}, named)
-            extra = {f"{key}.extra_sampling.{name}": one for name, one in self.extra_sampling.items()}
-            require_type(EvalSampling, extra, remedy)
-
     def evaluator(self, scorer: Scorer, training: SamplingConfig) -> EvaluatorConfig:
         """The evaluator's settings, with training's sampling parameters where these set none."""
         sampling = (self.sampling or POLICY_DISTRIBUTION).over(training)
         extra = {name: given.over(sampling) for name, given in (self.extra_sampling or {}).items()}
         return EvaluatorConfig(scorer, sampling, self.samples, self.batch, extra)
-
-
-def check_types(engine: object, sampling: object, environment: object, evaluation: object) -> None:
-    """Refuse arguments of `RolloutCallback` of other types, as a script may give.
-
-    Raises:
-        UserError: One is.
-    """
-    if isinstance(engine, type | str | Mapping):
-        raise UserError(f"rollout.engine must be an engine; got {engine!r:.60}; make one, VLLMEngine(), say")
-    require_type(SamplingConfig, {"rollout.sampling": sampling}, "write SamplingConfig(max_tokens=256), say")
-    remedy = "write EnvironmentConfig(factory=...), of qerl_pl.callbacks"
-    require_type(EnvironmentConfig, {"rollout.environment": environment}, remedy)
-    remedy = "write EvaluationConfig(samples=4), say, of qerl_pl.callbacks"
-    require_type(EvaluationConfig, {"rollout.evaluation": evaluation}, remedy)
 
 
 def warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection | CorrectionFunction) -> None:
@@ -119,11 +93,7 @@ def warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection | Co
     is below 1.
     """
     filters = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
-    settings = ("weights", "rejection", "outlier_low", "outlier_high")
-    corrects = not isinstance(correction, RolloutCorrection) or any(
-        getattr(correction, name) is not None for name in settings
-    )
-    if filters and corrects:
+    if filters and correction != RolloutCorrection(weights=None):
         log.warning(
             "rollout.sampling.%s raises the sampler's probabilities above the trainer's, which importance weights and "
             "rejection count as a mismatch: sample without it, or set model.objective.correction to off",

@@ -1,15 +1,13 @@
 """The class of the module, and checks of a parsed configuration."""
 
 import argparse
-import inspect
 import logging
 from argparse import ArgumentError
-from dataclasses import is_dataclass
 from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, dict_to_namespace, set_parsing_settings
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import OptimizerCallable
 
@@ -31,7 +29,6 @@ from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.runtime.import_path import load_named
-from qerl_pl.runtime.slurm import check_tasks
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +54,15 @@ CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     ),
 }
 """Top-level keys of callbacks: class, default arguments (None: off by default), help."""
-SFT_CALLBACKS = ("best", "checkpoint")
-"""Top-level keys of callbacks that a module without rollouts has."""
-SFT_BEST = {"monitor": "val/loss", "mode": "min", "filename": "best-{step}"}
-"""Arguments of Lightning's ModelCheckpoint that keep the checkpoint of the smallest validation loss."""
+SFT_CALLBACKS = {
+    "best": (
+        ModelCheckpoint,
+        {"monitor": "val/loss", "mode": "min", "filename": "best-{step}", "enable_version_counter": False},
+        "Saves the checkpoint of the smallest validation loss. null saves none.",
+    ),
+    "checkpoint": CALLBACKS["checkpoint"],
+}
+"""The same of a module without rollouts."""
 
 
 def module_class(args: Any) -> type[PolicyModule]:
@@ -70,7 +72,7 @@ def module_class(args: Any) -> type[PolicyModule]:
         args: Of the command line, also parsed. What `-c` reads from a pipe is not looked at.
 
     Raises:
-        UserError: There is no such class, it is no module of this package, or it takes too few arguments.
+        UserError: There is no such class, or it is no module of this package.
     """
     if isinstance(args, dict | Namespace):
         parsed = dict_to_namespace(args) if isinstance(args, dict) else args
@@ -93,39 +95,26 @@ def named_module(name: str | None) -> type[PolicyModule]:
     kind = known.get(name) or load_named(name, rule, remedy, "module")
     if not (isinstance(kind, type) and issubclass(kind, PolicyModule)):
         raise UserError(f"{rule}; got {name}, which is none; derive it from one")
-    if missing := [key for key in arguments_of(PolicyModule) if key not in arguments_of(kind)]:
-        raise UserError(
-            f"a module takes the arguments of PolicyModule; {name} has no {', '.join(missing)}; add **settings to its "
-            "__init__, and give them to super().__init__"
-        )
     return kind
 
 
-def arguments_of(owner: type) -> dict[str, Any]:
-    """Names and types of a constructor's arguments, also of the bases that get its **kwargs."""
-    arguments: dict[str, Any] = {}
-    for base in owner.__mro__[:-1]:
-        parameters = inspect.signature(base).parameters
-        for name, parameter in parameters.items():
-            arguments.setdefault(name, parameter.annotation)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            break
-    return arguments
+def refuse_null(parser: ArgumentParser, config: Namespace, defaults: Namespace) -> None:
+    """Refuse null, as which YAML reads an empty value, for keys that do not take it, and a value for a group of keys.
 
-
-def check_values(parser: ArgumentParser, config: Namespace, module: type[PolicyModule]) -> None:
-    """Refuse null, as which YAML reads an empty value, for keys that do not take it, and tasks that no key fits.
+    Args:
+        parser: Of all commands.
+        config: That it has read.
+        defaults: Of the command's run.
 
     Raises:
-        ArgumentError: A key has null for a value.
-        UserError: A key with keys of its own has another value, or SLURM's tasks are not given by node.
+        ArgumentError: A key does not take null.
+        UserError: A group is no mapping of keys.
     """
-    check_tasks()
     run = config[config["subcommand"]]
-    for key, kind in {"model": module, "rollout": RolloutCallback, "trainer": Trainer}.items():
-        _check_group(kind, run[key], key)
-    if "init_args" in run.data:
-        _check_group(resolve_name(run.data.class_path), run.data.init_args, "data")
+    for key, default in defaults.items(branches=True):
+        is_group = isinstance(default, Namespace) and "class_path" not in default and "init_args" not in key
+        if is_group and not isinstance(run[key], Namespace):
+            raise UserError(f"{key} is a mapping of keys; got {run[key]!r}; set its keys, or leave it out")
     set_parsing_settings(unset_sentinel=True)  # or null means that nothing was given, whatever the type
     try:
         parser.validate(config)
@@ -135,15 +124,6 @@ def check_values(parser: ArgumentParser, config: Namespace, module: type[PolicyM
         set_parsing_settings(unset_sentinel=False)
 
 
-def _check_group(kind: type, value: Any, key: str) -> None:
-    """Refuse a plain value in place of a class's keys, or of those of a dataclass among its arguments."""
-    if not isinstance(value, Namespace):
-        raise UserError(f"{key} is a mapping of keys; got {value!r}; set its keys, or leave it out")
-    for name, group in arguments_of(kind).items():
-        if isinstance(group, type) and is_dataclass(group):
-            _check_group(group, value.get(name), f"{key}.{name}")
-
-
 def listed(given: Any) -> list[Any]:
     """A list of callbacks or plugins, which Lightning also takes as a single object or None."""
     if given is None:
@@ -151,24 +131,29 @@ def listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def complete(config: Namespace, command: str, defaults: Namespace, module: type[PolicyModule]) -> None:
+def complete(config: Namespace, defaults: Namespace, module: type[PolicyModule]) -> None:
     """Set what depends on other keys, and refuse keys that exclude each other.
 
     Args:
         config: Of the run, changed.
-        command: The subcommand.
         defaults: Of the command line.
         module: Class of the module.
 
     Raises:
         UserError: Two keys exclude each other.
     """
+    data = resolve_name(config.data.class_path)
+    are_conversations = isinstance(data, type) and issubclass(data, ConversationDataModule)
+    if issubclass(module, QeRLModule if are_conversations else SFTModule):
+        raise UserError(
+            "QeRLModule learns from prompts, SFTModule from conversations; got model.class_path "
+            f"{module.__name__} with data {data.__name__}; set one of the two"
+        )
     _settle_callbacks(config, defaults)
-    _check_data(config, command, module)
-    if not issubclass(module, QeRLModule):
-        _refuse_rollouts(config, defaults, module)
     _name_defaults(config.model)
-    _monitor_first_set(config)
+    sets = config.data.get("init_args", Namespace()).get("sets")
+    if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:  # which is not logged
+        config.best.init_args.monitor = evaluation_tag("val", next(iter(sets)), "accuracy")
 
 
 def _settle_callbacks(config: Namespace, defaults: Namespace) -> None:
@@ -177,26 +162,27 @@ def _settle_callbacks(config: Namespace, defaults: Namespace) -> None:
     Raises:
         UserError: A key of a listed class is set, too.
     """
-    given = [one for one in listed(config.trainer.callbacks) if isinstance(one, Namespace)]
-    kinds = [resolve_name(one.class_path) for one in given]
-    rolls_out = any(isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in kinds)
-    replaced = [
-        key for key in CALLBACKS if config[key] and (rolls_out or resolve_name(config[key].class_path) in kinds)
-    ]
-    replaced += ["rollout"] * rolls_out
-    written = [key for key in replaced if _plain(config[key]) != _plain(defaults[key])]
-    if written and rolls_out:
-        log.warning(
-            "trainer.callbacks has a RolloutCallback and is complete: what is set for %s has no effect; list it there",
-            " and ".join(written),
-        )
-    elif written:
+    given = [resolve_name(one.class_path) for one in listed(config.trainer.callbacks) if isinstance(one, Namespace)]
+    rolls_out = "rollout" in config and any(
+        isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in given
+    )
+    replaced = [key for key in CALLBACKS if config.get(key)]
+    if not rolls_out:
+        replaced = [key for key in replaced if resolve_name(config[key].class_path) in given]
+    written = [key for key in replaced if config[key] != defaults[key]]
+    if written and not rolls_out:
         raise UserError(
             f"a callback is set in one place; got the key {' and '.join(written)}, and trainer.callbacks has that "
             "class, too; set the key to null, or leave it out there"
         )
+    if rolls_out:
+        written += ["rollout"] * bool(config.rollout.rewards)
+        if written:
+            message = "trainer.callbacks has a RolloutCallback and is complete: what is set for %s has no effect"
+            log.warning(message, " and ".join(written))
+        config.rollout = defaults.rollout
     for key in replaced:
-        config[key] = defaults[key] if key == "rollout" else None
+        config[key] = None
 
 
 def _name_defaults(model: Namespace) -> None:
@@ -212,62 +198,3 @@ def _name_defaults(model: Namespace) -> None:
     if "objective" in model and model.objective is None:
         parser.add_argument("--objective", type=Objective)
         model.objective = parser.parse_object({"objective": "qerl_pl.algorithm.GRPO"}).objective
-
-
-def _monitor_first_set(config: Namespace) -> None:
-    """Have `best` monitor the accuracy of the first of `data.sets`: `val/accuracy` is not logged then."""
-    sets = config.data.get("init_args", Namespace()).get("sets")
-    if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
-        config.best.init_args.monitor = evaluation_tag("val", next(iter(sets)), "accuracy")
-
-
-def _check_data(config: Namespace, command: str, module: type[PolicyModule]) -> None:
-    """Refuse conversations without a module that learns from them, and a module without its data.
-
-    Raises:
-        UserError: One of them is of another training, or conversations are to be tested on.
-    """
-    data = resolve_name(config.data.class_path)
-    are_conversations = isinstance(data, type) and issubclass(data, ConversationDataModule)
-    if are_conversations and issubclass(module, QeRLModule):
-        raise UserError(
-            f"{module.__name__} samples from prompts; got conversations, data {data.__name__}; set model.class_path to "
-            "SFTModule to learn from them, or data to a module of prompts"
-        )
-    if issubclass(module, SFTModule) and not are_conversations:
-        raise UserError(
-            f"{module.__name__} learns from conversations; got data {data.__name__}; set data to "
-            "ConversationDataModule, say, or leave model.class_path out"
-        )
-    if are_conversations and command == "test":
-        raise UserError(
-            "conversations are validated on, not tested; got qerl test; use qerl validate, or name the adapter as "
-            "model.policy.path of a configuration with prompts"
-        )
-
-
-def _refuse_rollouts(config: Namespace, defaults: Namespace, module: type[PolicyModule]) -> None:
-    """Refuse keys of rollouts, and have `best` monitor the loss instead of the accuracy.
-
-    Raises:
-        UserError: A key is set that has no meaning.
-    """
-    for key in (*(key for key in CALLBACKS if key not in SFT_CALLBACKS), "rollout"):
-        if config[key] is not None and _plain(config[key]) != _plain(defaults[key]):
-            raise UserError(
-                f"{module.kind or module.__name__} has no rollouts; got the key {key}; set it to null, or leave it out"
-            )
-    if config.best is not None and config.best.init_args.get("monitor") == ACCURACY:
-        config.best.init_args.update(Namespace(SFT_BEST))
-
-
-def _plain(value: object) -> object:
-    """The parser's namespace of a dataclass as a dictionary, a tuple as a list; else the value."""
-    if isinstance(value, Namespace):
-        return {name: _plain(item) for name, item in vars(value).items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def without_class_path(kind: type[PolicyModule], class_path: str, **settings: Any) -> PolicyModule:
-    """Instantiator for jsonargparse, which takes the class's name for an argument."""
-    return kind(**settings)

@@ -60,21 +60,10 @@ def check_config(value: str) -> str | None:
 def _check_keys(path: str) -> str | None:
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        found = " ".join(str(error).split())
         raise UserError(
-            f"a configuration is text in UTF-8; {path} holds {error.object[:40]!r}; save it as such"
-        ) from error
-    except yaml.reader.ReaderError as error:
-        raise UserError(
-            f"a configuration is YAML, which is printable text; {path} has U+{error.character:04X} at character "
-            f"{error.position + 1}; remove it"
-        ) from error
-    except yaml.MarkedYAMLError as error:
-        problem, mark = error.problem, error.problem_mark
-        assert problem is not None and mark is not None  # scanner, parser and composer give both
-        remedy = "indent with spaces, not tabs" if "\\t" in problem else "correct the line, or the one before"
-        raise UserError(
-            f"a configuration is YAML; {path}, line {mark.line + 1}, column {mark.column + 1}: {problem}; {remedy}"
+            f"a configuration is YAML in UTF-8, indented with spaces; {path}: {found:.180}; correct it"
         ) from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(
@@ -84,32 +73,27 @@ def _check_keys(path: str) -> str | None:
     runs = [root, *(value for key, value in root.value if key.value in ("fit", "validate", "test"))]
     keys = [pair for run in runs if isinstance(run, yaml.MappingNode) for pair in run.value]
     model = next((value for key, value in keys if key.value == "model"), None)
-    nodes: list[yaml.Node] = [root]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, yaml.MappingNode):
-            _check_mapping(node, path, node is model)
-            nodes += [value for _, value in node.value]
-        elif isinstance(node, yaml.SequenceNode):
-            nodes += node.value
-    named = model.value if isinstance(model, yaml.MappingNode) else []
+    if not isinstance(model, yaml.MappingNode | None):  # which would drop the keys of earlier files
+        raise UserError(f"model is a mapping of keys; {path} has no keys below it; set some, or leave it out")
+    _check_node(root, path, model)
+    named = [] if model is None else model.value
     return next((str(value.value) for key, value in named if key.value == "class_path"), None)
 
 
-def _check_mapping(node: yaml.MappingNode, path: str, is_module: bool) -> None:
+def _check_node(node: yaml.Node, path: str, model: yaml.Node | None) -> None:
     """Refuse a key that stands twice, of which YAML keeps the last, and an argument of a class beside `class_path`.
 
     Those of the module do stand beside it: they are the same without it, and in other files.
     """
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_node(item, path, model)
+    if not isinstance(node, yaml.MappingNode):
+        return
     seen: set[str] = set()
-    is_class = any(key.value == "class_path" for key, _ in node.value) and not is_module
-    for key, _ in node.value:
+    is_class = node is not model and any(key.value == "class_path" for key, _ in node.value)
+    for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
-        if is_module and name == "init_args":
-            raise UserError(
-                f"keys of the module stand beside model.class_path; {path}, line {line} has init_args; write "
-                "model: {class_path: ..., policy: ...}"
-            )
         if name in seen:
             raise UserError(
                 f"a key stands once in a mapping; {path}, line {line} has {name} again; put the values of both "
@@ -121,6 +105,7 @@ def _check_mapping(node: yaml.MappingNode, path: str, is_module: bool) -> None:
                 f"init_args: {{{name}: ...}}"
             )
         seen.add(name)
+        _check_node(value, path, model)
 
 
 def list_configs() -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
@@ -26,12 +26,11 @@ from qerl_pl.cli.commands import COMMAND_HELP, DESCRIPTION, USAGE_ERROR, answer,
 from qerl_pl.cli.config_checks import (
     CALLBACKS,
     SFT_CALLBACKS,
-    check_values,
     complete,
     listed,
     module_class,
     named_module,
-    without_class_path,
+    refuse_null,
 )
 from qerl_pl.cli.configs import ConfigFile
 from qerl_pl.cli.dry_run import DryRun, describe
@@ -90,7 +89,6 @@ DEFAULTS = {
     "trainer.log_every_n_steps": 1,
     "trainer.enable_model_summary": False,
     "trainer.num_sanity_val_steps": -1,
-    "rollout.engine": {"class_path": "qerl_pl.engines.VLLMEngine"},
 }
 """Defaults of the command line that differ from those of the classes: for models of billions of parameters on a GPU."""
 
@@ -106,6 +104,7 @@ class QeRLCLI(LightningCLI):
         self._only = _named_first(given)
         self._module = module_class(given)
         self._has_rollouts = issubclass(self._module, QeRLModule)
+        self._callback_keys = CALLBACKS if self._has_rollouts else SFT_CALLBACKS
         self._new_folders: list[Path] = []
         """Of the run, innermost first, that this process made."""
         try:
@@ -148,15 +147,18 @@ class QeRLCLI(LightningCLI):
         )
         # Or jsonargparse reads a table that data.path names as configuration, and takes a .csv's text for the path.
         parser._option_string_actions["--data"].sub_add_kwargs["sub_configs"] = False  # type: ignore[attr-defined]
-        # Not instantiated by the parser: a configuration that lists its RolloutCallback has no rewards here.
-        parser.add_class_arguments(RolloutCallback, "rollout", instantiate=False, skip={"rewards"})
-        parser.add_argument(
-            "--rollout.rewards",
-            type=dict[str, Reward | str] | list[Reward | str],
-            default={},
-            help="What scores a completion, by name: classes, or functions named module.function or file.py:function.",
-        )
-        for key, (kind, settings, text) in CALLBACKS.items():
+        if self._has_rollouts:
+            # Not instantiated by the parser: a configuration that lists its RolloutCallback has no rewards here.
+            parser.add_class_arguments(RolloutCallback, "rollout", instantiate=False, skip={"rewards"})
+            parser.add_argument(
+                "--rollout.rewards",
+                type=dict[str, Reward | str] | list[Reward | str],
+                default={},
+                help="What scores a completion, by name: classes, or functions named module.function or "
+                "file.py:function.",
+            )
+            parser.set_defaults({"rollout.engine": {"class_path": "qerl_pl.engines.VLLMEngine"}})
+        for key, (kind, settings, text) in self._callback_keys.items():
             class_path = f"{kind.__module__}.{kind.__qualname__}"
             default = None if settings is None else {"class_path": class_path, "init_args": settings}
             parser.add_argument(f"--{key}", type=kind | None, default=default, help=text)
@@ -188,7 +190,8 @@ class QeRLCLI(LightningCLI):
         self.config = parser.parse_object(args) if is_parsed else parser.parse_args(args)  # type: ignore[arg-type]
         command = self.config["subcommand"]
         config = self.config[command]
-        check_values(parser, self.config, self._module)
+        defaults = self._parser(command).get_defaults()
+        refuse_null(parser, self.config, defaults)
         if named_module(config.model.get("class_path")) is not self._module:
             raise UserError(
                 "model.class_path is read before other keys; it stands in a pipe, or in no file that -c names; "
@@ -196,7 +199,7 @@ class QeRLCLI(LightningCLI):
             )
         if self._module is QeRLModule:  # and RUN/config.yaml is one of earlier versions
             config.model.pop("class_path", None)
-        complete(config, command, self._parser(command).get_defaults(), self._module)
+        complete(config, defaults, self._module)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
@@ -212,8 +215,11 @@ class QeRLCLI(LightningCLI):
         Raises:
             DryRun: The run is not to start.
         """
-        if self._module is not QeRLModule:  # in place of Lightning's own, which keeps hyperparameters
-            self.parser.add_instantiator(without_class_path, self._module, subclasses=False, prepend=True)
+        if self._module is not QeRLModule:
+            # In place of Lightning's own, which keeps hyperparameters. For the parser the class's name is an argument.
+            self.parser.add_instantiator(
+                lambda kind, class_path, **settings: kind(**settings), self._module, subclasses=False, prepend=True
+            )
         if self._get(self.config, "dry_run"):
             settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
             callbacks = listed(settings.trainer.callbacks)
@@ -228,13 +234,7 @@ class QeRLCLI(LightningCLI):
         root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
         self._new_folders = [folder for folder in (Path(root), *Path(root).parents) if not folder.exists()]
-        try:
-            Path(root).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"a run needs a folder; trainer.default_root_dir {root} cannot be made ({error.strerror}); "
-                "choose another"
-            ) from error
+        Path(root).mkdir(parents=True, exist_ok=True)
         for folder in (Path(root), Path(root) / FOLDER):  # before TensorBoard, whose thread fails at the process's end
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise UserError(
@@ -267,34 +267,27 @@ class QeRLCLI(LightningCLI):
             callbacks.append(RichProgressBar() if shows_bar else RolloutLines())
         try:
             return super().instantiate_trainer(**given, callbacks=callbacks)
-        except UserError:  # a ValueError, too
-            raise
         except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
             text = " ".join(str(error).split())
-            keys = ", ".join(f"{key} {config[key]!s:.40}" for key in ("accelerator", "devices", "strategy"))
-            raise UserError(
-                f"Lightning's Trainer refuses a key of trainer ({keys}, ...): {text:.180}; see qerl fit --help"
-            ) from error
+            raise UserError(f"Lightning's Trainer refuses a key: {text:.240}; see qerl fit --help") from error
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
         """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
         callbacks = listed(trainer["callbacks"])
-        if not self._has_rollouts:
-            return [*callbacks, *self._named(SFT_CALLBACKS, trainer)]
-        if not any(isinstance(callback, RolloutCallback) for callback in callbacks):
+        if any(isinstance(callback, RolloutCallback) for callback in callbacks):
+            return callbacks
+        if self._has_rollouts:
             rollout = self._get(self.config_init, "rollout")
             if not rollout.rewards and rollout.environment.factory is None:
                 raise UserError(
                     "a run needs rewards; rollout.rewards names none; set it to {accuracy: GSM8KAnswer}, say"
                 )
-            callbacks = [RolloutCallback(**rollout), *callbacks, *self._named(CALLBACKS, trainer)]
-        return callbacks
-
-    def _named(self, keys: Iterable[str], trainer: Namespace) -> list[Callback]:
-        """The callbacks of top-level keys."""
+            callbacks = [RolloutCallback(**rollout), *callbacks]
         off = ("best", "checkpoint") if trainer["enable_checkpointing"] is False else ()
-        named = [self._get(self.config_init, key) for key in keys if key not in off]
-        return [callback for callback in named if callback is not None]
+        named = [self._get(self.config_init, key) for key in self._callback_keys if key not in off]
+        return [*callbacks, *filter(None, named)]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from the checkpoint of `--resume` or `--ckpt_path`."""

@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
+from jsonargparse import ArgumentParser
 
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.loggers import flatten
 from qerl_pl.callbacks.summary import summary_rows
-from qerl_pl.cli.config_checks import CALLBACKS, arguments_of
+from qerl_pl.cli.config_checks import CALLBACKS
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.models.families import find_family
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
@@ -161,7 +162,7 @@ def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     public = {key: _public(value) for key, value in config.items() if key in _KEYS}
     if "model" in public:  # its class stands beside its keys
-        named = {"class_path", *arguments_of(QeRLModule)}
+        named = {"class_path", *ArgumentParser().add_class_arguments(QeRLModule)}
         public["model"] = {key: _public(value) for key, value in config["model"].items() if key in named}
     trainer = {**config.get("trainer", {}), "default_root_dir": None}
     trainer |= {key: None for key in ("logger", "plugins") if not isinstance(trainer.get(key, True), bool)}

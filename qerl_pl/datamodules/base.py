@@ -17,7 +17,7 @@ from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
 from qerl_pl.datamodules.table_files import first_line
 from qerl_pl.datamodules.tables import draw
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide, within_limit
+from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide
 from qerl_pl.runtime.communicator import planned_ranks
 from qerl_pl.seeds import stream_seed
 
@@ -215,7 +215,10 @@ class ResumableDataModule(LightningDataModule, ABC):
         return self._batches(len(self._train))
 
     def _batches(self, rows: int) -> int:
-        return within_limit(self.trainer, rows // self.batch_size)
+        batches, limit = rows // self.batch_size, self.trainer.limit_train_batches if self.trainer else None
+        if isinstance(limit, float):
+            return int(batches * limit)
+        return batches if limit is None else min(batches, limit)
 
     def train_dataloader(self) -> StatefulDataLoader[Any]:
         """Batches of `batch_size` rows, the same on every rank, without an incomplete last batch."""

@@ -33,7 +33,6 @@ from qerl_pl.datamodules.tables import (
     without_thousands,
 )
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.runtime.checks import check_intervals
 
 log = logging.getLogger("qerl_pl")
 
@@ -207,8 +206,6 @@ class ConversationDataModule(ResumableDataModule):
             held_out_rows = [(row.id, *row.prompt_and_answer) for row in self._val]
             answers = answers_by_prompt(row.prompt_and_answer for row in train)
             warn_of_repeats(answers, held_out_rows, "validation rows", "the loss")
-        if stage == "fit" and self.trainer is not None:
-            check_intervals(self.trainer, self.batches_per_epoch)
 
     def val_dataloader(self) -> DataLoader[ConversationBatch]:
         """The held-out conversations, in fixed order."""

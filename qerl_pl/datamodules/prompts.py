@@ -14,7 +14,7 @@ from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import Row, TableConfig, answers_by_prompt, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
-from qerl_pl.runtime.checks import SamplingCallback, check_intervals
+from qerl_pl.runtime.checks import SamplingCallback
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Prompt, PromptBatch
 
@@ -154,8 +154,6 @@ class PromptDataModule(ResumableDataModule):
             self._val = self._val if held_out is not None else {"": drawn}
             self._set_train(train)
             self._warn_of_repeats(self._val, "validation")
-        if stage == "fit" and self.trainer is not None:
-            check_intervals(self.trainer, self.batches_per_epoch)
         if reads_test:
             self._test = self._val if test_sets is None else self._render_sets(tokenizer, test_sets, "test")
             self._warn_of_repeats({} if test_sets is None else self._test, "test")

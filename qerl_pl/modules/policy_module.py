@@ -47,7 +47,6 @@ from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import (
     ChecksFirst,
     check_devices,
-    check_monitors,
     limit_epochs,
     refuse_weight_averaging,
     require_planned_end,
@@ -61,8 +60,6 @@ from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger(__name__)
 
-OF_LIGHTNING = ("epoch", "step", "rollouts")
-"""What ModelCheckpoint may monitor, too, though no step logs it."""
 RATES = ("initial_lr", "weight_decay")
 """Optimizer settings that a resumed run takes from its configuration, not from the checkpoint."""
 
@@ -151,11 +148,6 @@ class PolicyModule(LightningModule, ChecksFirst):
     ) -> None:
         super().__init__()
         require_type(PolicyConfig, {"model.policy": policy}, "write PolicyConfig(path=...)")
-        if not callable(optimizer):
-            raise UserError(
-                f"model.optimizer makes an optimizer of the trained weights; got a {type(optimizer).__name__}; write "
-                "lambda weights: torch.optim.AdamW(weights, lr=1e-5), say"
-            )
         require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:
@@ -180,7 +172,6 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._releasable_gib = 0.0
         self._random_state: dict[str, Any] | None = None
         self._optimizer: str | None = None
-        self._has_stepped = False
         self._rates: list[dict[str, float]] = []
         self._is_changed = False
         """Whether the policy has been trained, or has a checkpoint's weights."""
@@ -239,8 +230,6 @@ class PolicyModule(LightningModule, ChecksFirst):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
         check_devices(trainer)
-        if trainer.barebones:
-            raise UserError("callbacks read logged metrics; Trainer(barebones=True) logs none; leave it out")
         if stage == "fit":
             refuse_weight_averaging(trainer)
             require_planned_end(trainer)
@@ -282,15 +271,10 @@ class PolicyModule(LightningModule, ChecksFirst):
     # The optimizer -------------------------------------------------------------------------------------------------
 
     def planned_batches(self) -> int:
-        """Training batches of the run, by the trainer's limits on epochs, batches and steps.
-
-        Raises:
-            UserError: The run has no planned end.
-        """
+        """Training batches of the run, by the trainer's limits on epochs, batches and steps."""
         # Not `trainer.estimated_stepping_batches`: it makes the loader early, and a resumed run then restarts its epoch
         # (Lightning 2.6).
         trainer, plans = self.trainer, []
-        require_planned_end(trainer)
         if trainer.max_steps and trainer.max_steps > 0:
             plans.append(-(-trainer.max_steps // self.steps_per_batch))
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
@@ -311,7 +295,6 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     def on_train_start(self) -> None:
         """Set the configuration's learning rate and weight decay, also in a resumed run."""
-        self._has_stepped = False
         self._is_changed = True
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
@@ -332,12 +315,6 @@ class PolicyModule(LightningModule, ChecksFirst):
         self.policy.checkpointing.set_state_bytes(
             lambda: pending_state_bytes(optimizer.optimizer, self.make_optimizer, self.device)
         )
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After the first step, refuse callbacks that monitor what it has not logged."""
-        if not self._has_stepped:
-            check_monitors(self.trainer, [*self.trainer.callback_metrics, *OF_LIGHTNING], by="steps")
-        self._has_stepped = True
 
     @contextmanager
     def failing_state_saved(self) -> Iterator[None]:

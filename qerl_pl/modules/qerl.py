@@ -1,7 +1,8 @@
 """The LightningModule that trains the policy by reinforcement learning."""
 
+import logging
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +25,12 @@ from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.policy.teacher import Teacher, TeacherConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
-from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback, warn_of_unused
+from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback
 from qerl_pl.runtime.files import folder_fingerprint
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -103,11 +106,8 @@ class QeRLModule(PolicyModule):
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
         super().setup(stage)
         self._means.clear()
-        if stage == "fit" and not self.objective.needs_teacher:
-            needed = f"a model.objective that distils (OnPolicyDistillation, or {type(self.objective).__name__} with a "
-            warn_of_unused(
-                TeacherConfig, "model.teacher", needed + "distillation_coefficient)", asdict(self.teacher_config)
-            )
+        if stage == "fit" and not self.objective.needs_teacher and self.teacher_config != TeacherConfig():
+            log.warning("model.teacher has no effect without a model.objective that distils, OnPolicyDistillation, say")
 
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""

@@ -1,6 +1,5 @@
 """Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
-import inspect
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -49,18 +48,6 @@ def check_first(trainer: Trainer, stage: str) -> None:
             hook.check_first(trainer, stage)
 
 
-def warn_of_unused(owner: type, key: str, needed: str, given: Mapping[str, Any]) -> None:
-    """Log a warning of arguments, `given` by name, that differ from the owner's defaults and have no effect.
-
-    `key` is the owner's in a configuration, `needed` what its arguments would need.
-    """
-    defaults = inspect.signature(owner).parameters
-    if unused := [
-        f"{key}.{name}" for name, value in given.items() if name in defaults and value != defaults[name].default
-    ]:
-        log.warning("%s %s no effect without %s", " and ".join(unused), "have" if unused[1:] else "has", needed)
-
-
 def no_sampling_callback(needed_by: str) -> UserError:
     """The error of a trainer without a `SamplingCallback`."""
     remedy = "add qerl_pl.callbacks.RolloutCallback"
@@ -84,27 +71,8 @@ def require_planned_end(trainer: Trainer) -> None:
         )
 
 
-def within_limit(trainer: Trainer | None, batches: int) -> int:
-    """Training batches of an epoch within the trainer's `limit_train_batches`."""
-    limit = trainer.limit_train_batches if trainer else None
-    if isinstance(limit, float):
-        return int(batches * limit)
-    return batches if limit is None else min(batches, limit)
-
-
 def check_intervals(trainer: Trainer, batches: int) -> None:
-    """Raise a UserError if a run has no step, epoch or batch, or no interval of validations that an epoch has.
-
-    Args:
-        trainer: The run's trainer.
-        batches: Training batches of an epoch, within the trainer's limit.
-    """
-    numbers = {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs, "limit_train_batches": batches}
-    for name in (name for name, number in numbers.items() if number == 0):
-        raise UserError(
-            f"a run needs at least one step, epoch and batch; trainer.{name}={getattr(trainer, name)} allows none; "
-            "raise it, or leave it out"
-        )
+    """Refuse validations by the clock, which runs do not resume, and none within an epoch's training batches."""
     epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval")  # none by the clock
     if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
         raise UserError(
@@ -140,28 +108,21 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
 
 def refuse_weight_averaging(trainer: Trainer) -> None:
     """Refuse callbacks that average all weights, the frozen 4-bit codes among them."""
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        names = {base.__name__ for base in type(callback).__mro__}  # not every Lightning has the first
-        if names & {"WeightAveraging", "StochasticWeightAveraging"}:
-            found = f"got {type(callback).__name__} among the callbacks; leave it out"
-            raise UserError(f"weights are not averaged, as the base is frozen and packed; {found}")
+    names = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}  # type: ignore[attr-defined]
+    if found := names & {"WeightAveraging", "StochasticWeightAveraging"}:  # not every Lightning has the first
+        raise UserError(f"weights are not averaged, as the base is frozen and packed; got {found.pop()}; leave it out")
 
 
-def check_monitors(trainer: Trainer, logged: Collection[str], by: str = "validations") -> None:
-    """Refuse callbacks that monitor a metric that is not among those `logged` by validations (val/...) or steps.
-
-    Lightning would stop at the first validation. If there are none, nothing is known.
-    """
+def check_monitors(trainer: Trainer, logged: Collection[str]) -> None:
+    """Refuse callbacks that monitor a metric val/... that is not among those `logged`: Lightning stops later."""
     hooks = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
-    of_user = any(type(hook).__module__.partition(".")[0] not in ("qerl_pl", "lightning") for hook in hooks)
-    if of_user and not trainer.sanity_checking:  # it may log others, or later
-        return
-    for callback in trainer.callbacks if logged else ():  # type: ignore[attr-defined]
-        is_strict = isinstance(callback, ModelCheckpoint) or (isinstance(callback, EarlyStopping) and callback.strict)
-        monitor = callback.monitor if is_strict else None
-        if monitor is not None and monitor.startswith("val/") == (by == "validations") and monitor not in logged:
+    if any(type(hook).__module__.partition(".")[0] not in ("qerl_pl", "lightning") for hook in hooks):
+        return  # a user's may log others
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        monitor = callback.monitor if isinstance(callback, ModelCheckpoint | EarlyStopping) else None
+        if monitor is not None and monitor.startswith("val/") and monitor not in logged:
             nearest = get_close_matches(monitor, logged) or [*logged][:3]
             raise UserError(
-                f"a monitored metric must be logged; {type(callback).__name__} monitors {monitor}, and {by} log "
+                f"a monitored metric must be logged; {type(callback).__name__} monitors {monitor}, and validations log "
                 f"{', '.join(nearest)}; set best.monitor to one of these, or best to null"
             )

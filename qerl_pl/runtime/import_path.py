@@ -29,7 +29,7 @@ def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
             return getattr(_load_file(Path(module).expanduser(), kind), attribute)
         if (colon or "." in name) and all(part.isidentifier() for part in re.split("[.:]", name)):
             return resolve_name(name)
-    except (ImportError, AttributeError, OSError) as error:
+    except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise UserError(f"{rule}; {name!r} cannot be imported ({error}); correct the name or the file") from error
     raise UserError(f"{rule}; got {name!r}; {remedy}")
 

@@ -46,21 +46,6 @@ def requeue_job() -> None:
         log.warning("`%s` fails (%s): submit the job again, with --resume auto", " ".join(command), reason)
 
 
-def check_tasks() -> None:
-    """Refuse tasks that SLURM has not been told by node.
-
-    Raises:
-        UserError: The job has several tasks, and does not say how many each node has.
-    """
-    tasks = os.environ.get("SLURM_NTASKS", "1")
-    is_slurm = not TorchElasticEnvironment.detect() and SLURMEnvironment.detect()
-    if is_slurm and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in os.environ:
-        raise UserError(
-            f"SLURM starts a task for each device of a node; got SLURM_NTASKS={tasks} without SLURM_NTASKS_PER_NODE; "
-            "start with srun --nodes, as trainer.num_nodes, and --ntasks-per-node, as trainer.devices"
-        )
-
-
 def check_world(trainer: Trainer) -> None:
     """Refuse another number of processes than the trainer has devices, where SLURM or torchrun starts them.
 
