@@ -100,7 +100,7 @@ def test_validate_from_a_checkpoint_and_export(
     settings = settings_of(tiny_policy_dir, run, rollouts=3)
     fit(settings, monkeypatch)
     assert (
-        main(["validate", "-c", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/step=3.end.ckpt")]) == 0
+        main(["validate", "-c", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/step=3.ckpt")]) == 0
     )
     assert "val/accuracy" in capfd.readouterr().out
     assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
@@ -111,7 +111,7 @@ def test_validate_from_a_checkpoint_and_export(
     assert f"the complete model (adapter merged in, bfloat16) to {tmp_path / 'merged'}, " in written
     assert f"as GGUF: {gguf_line(str(tmp_path / 'merged'))}\nrounded to NVFP4 again, they keep " in written
     assert written.count("as GGUF") == written.count("rounded to") == 1
-    assert "MiB; after 3 rollouts" in written and "step=3.end.ckpt" in written
+    assert "MiB; after 3 rollouts" in written and "step=3.ckpt" in written
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tiny_policy_dir) and format_of(base_of(tmp_path / "adapter")).name == "nvfp4"
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template

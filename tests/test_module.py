@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from short_run import data, module_of, trainer_of
@@ -289,9 +290,10 @@ def test_random_states_that_wait_for_a_rollout_are_kept_by_a_checkpoint_before_i
     path = uninterrupted[1] / "checkpoints" / "step=4.ckpt"
     random.seed(99)
     torch.manual_seed(99)
-    callback, module = ResumeCheckpoint(1), module_of(tiny_policy_dir)
+    end, module = tmp_path / "end.ckpt", module_of(tiny_policy_dir)
+    callback = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(end))
     trainer_of(tmp_path, callback).fit(module, datamodule=data(), ckpt_path=str(path), weights_only=True)
-    ends = [path, tmp_path / "checkpoints" / "step=4.end.ckpt"]
+    ends = [path, end]
     states = [torch.load(one, weights_only=True)["qerl"]["random_states"][0] for one in ends]
     assert torch.equal(states[0]["torch"], states[1]["torch"]) and states[0]["python"] == states[1]["python"]
 

@@ -237,7 +237,7 @@ def test_a_run_resumes_refuses_another_start_and_is_exported_without_its_own(
     adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
     expected = load_file(adapter)
     adapter.unlink()
-    (tmp_path / "run" / "checkpoints" / "step=4.end.ckpt").unlink()
+    (tmp_path / "run" / "checkpoints" / "step=4.ckpt").unlink()
     status, output = fit(settings, "--resume", "auto")  # from the third rollout
     assert status == 0 and "resuming from" in output, output
     shutil.rmtree(own)  # an export needs the checkpoint alone

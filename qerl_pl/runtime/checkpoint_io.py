@@ -22,8 +22,8 @@ from qerl_pl.runtime.files import writing
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
-"""Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
+STEP_FILE = re.compile(r"step=(\d+)\.ckpt")
+"""Checkpoints to resume from, by finished rollouts."""
 CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
 
@@ -129,10 +129,9 @@ def _remedy(path: Path) -> str:
 
 
 def resume_files(folder: Path) -> dict[Path, int]:
-    """Checkpoint files to resume from -> finished rollouts, from the newest on; a run's end is newer than its step."""
-    matches = {path: STEP_FILE.match(path.name) for path in folder.glob("step=*.ckpt")}
-    rollouts = {path: int(match[1]) for path, match in matches.items() if match}
-    return dict(sorted(rollouts.items(), key=lambda item: (item[1], item[0].name), reverse=True))
+    """Checkpoint files to resume from -> finished rollouts, from the newest on."""
+    rollouts = {path: int(match[1]) for path in folder.glob("*") if (match := STEP_FILE.fullmatch(path.name))}
+    return dict(sorted(rollouts.items(), key=lambda item: item[1], reverse=True))
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
