@@ -97,11 +97,11 @@ def test_a_checkpoint_that_may_not_be_read_is_not_taken_for_damaged(
 ) -> None:
     path = save(tmp_path, 3)
 
-    def denied(self: Path, mode: str = "r") -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+    def denied(file: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", denied)
+        patched.setattr(io, "open", denied)
         with pytest.raises(PermissionError, match="step=3.ckpt"):
             newest_checkpoint(tmp_path)
     assert newest_checkpoint(tmp_path) == path
@@ -135,7 +135,7 @@ def test_the_proof_of_a_checkpoint_and_how_far_it_is_are_read_without_its_tensor
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: loaded.append(plain(*args, **kwargs)) or loaded[-1])
     AtomicCheckpointIO().save_checkpoint({"qerl": state}, path)
     assert finished_rollouts(path) == 7
-    assert len(loaded) == 2
+    assert len(loaded) == 3  # when it is saved, verified and read
     assert all(tensor.is_meta for found in loaded for tensor in found["qerl"]["trained"].values())
     assert torch.equal(AtomicCheckpointIO().load_checkpoint(path)["qerl"]["trained"]["a"], trained["a"])
 
@@ -193,12 +193,15 @@ def test_checkpoints_to_resume_from_are_those_of_steps_newest_first(tmp_path: Pa
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"base": "abd"}, "it has abc and the policy has abd; set model.policy as in that run, or"),
-        ({"scaling": 0.5}, "the checkpoint has 2 and the policy 0.5; set model.policy.lora as"),
-        ({"finetune": "full"}, "got lora, and the policy trains full; set model.policy.finetune as"),
-        ({"start": "1234567890abc"}, "is None in the checkpoint and 1234567890ab of model.policy.adapter; set that"),
-        ({"teacher": "def"}, "the checkpoint has abc and model.teacher is def; set model.teacher as"),
-        ({"scaling": 2.0, "base": "abd"}, "it has abc and the policy has abd;"),
+        ({"base": "abd"}, "its base model; the checkpoint's is abc and this run's abd; set model.policy as in that"),
+        ({"scaling": 0.5}, "its alpha / rank; the checkpoint's is 2.0 and this run's 0.5; set model.policy.lora as"),
+        (
+            {"finetune": "full"},
+            "of fine-tuning; the checkpoint's is lora and this run's full; set model.policy.fine",
+        ),
+        ({"start": "1234567890abc"}, "is None and this run's 1234567890ab; set model.policy.adapter as"),
+        ({"teacher": "def"}, "its teacher; the checkpoint's is abc and this run's def; set model.teacher as"),
+        ({"scaling": 2.0, "base": "abd"}, "its base model; the checkpoint's is abc"),
     ],
     ids=str,
 )
@@ -325,19 +328,13 @@ def test_identity_reads_small_files_completely_and_of_large_ones_evenly_spaced_b
         assert (folder_fingerprint(tmp_path) != before) == (byte in read)
 
 
-@pytest.mark.parametrize("is_link", [False, True])
 @pytest.mark.parametrize("replace", [False, True])
-def test_the_old_folder_of_a_process_killed_between_two_renames_is_given_back(
-    tmp_path: Path, is_link: bool, replace: bool
-) -> None:
+def test_the_old_folder_of_a_process_killed_between_two_renames_is_given_back(tmp_path: Path, replace: bool) -> None:
     target, old = tmp_path / "adapter", tmp_path / ".adapter.replaced"
-    if is_link:
-        old.symlink_to("nowhere")
-    else:
-        old.mkdir()
-        (old / "old").touch()
+    old.mkdir()
+    (old / "old").touch()
     with pytest.raises(RuntimeError), atomic_directory(target, replace):
-        assert target.is_symlink() == is_link and target.is_dir() != is_link
+        assert [path.name for path in target.iterdir()] == ["old"]
         raise RuntimeError
     assert [*tmp_path.iterdir()] == [target]
     old.mkdir()  # killed after the second rename
