@@ -167,10 +167,8 @@ def test_the_cache_may_be_below_the_home_folder(monkeypatch: pytest.MonkeyPatch)
     assert cache_root() == Path.home() / "somewhere"
 
 
-def test_a_folder_is_one_processs_at_a_time_where_it_can_be_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with locked(tmp_path), pytest.raises(UserError, match="another uses"), locked(tmp_path):
+def test_a_folder_is_one_processs_at_a_time_and_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked(tmp_path), pytest.raises(UserError, match="another process uses it"), locked(tmp_path):
         pass
     with locked(tmp_path):  # the first has gone
         pass
@@ -179,8 +177,9 @@ def test_a_folder_is_one_processs_at_a_time_where_it_can_be_locked(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with locked(tmp_path):
-        assert "cannot be locked (No locks available)" in caplog.text
+    for lock in (locked(tmp_path), build_once(tmp_path / "model"), atomic_directory(tmp_path / "model")):
+        with pytest.raises(UserError, match=f"{tmp_path} .*No locks available.* choose another"), lock:
+            pass
 
 
 def test_checkpoints_to_resume_from_are_those_of_steps_newest_first(tmp_path: Path) -> None:
@@ -341,21 +340,6 @@ def test_the_old_folder_of_a_process_killed_between_two_renames_is_given_back(tm
     with pytest.raises(RuntimeError), atomic_directory(target, replace):
         raise RuntimeError
     assert [*tmp_path.iterdir()] == [target]
-
-
-def test_what_others_may_be_building_stays_where_no_folder_can_be_locked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs = tmp_path / ".model.unfinished-theirs"
-    theirs.mkdir()
-
-    def unsupported(*args: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with build_once(tmp_path / "model") as missing, atomic_directory(tmp_path / "model") as folder:
-        (folder / "mine").touch()
-    assert missing and {path.name for path in tmp_path.iterdir()} == {"model", theirs.name}
 
 
 def make_slowly(target: Path, made: Path) -> None:

@@ -276,7 +276,7 @@ def test_two_runs_in_one_folder_are_refused(tiny_policy_dir: Path, tmp_path: Pat
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run"):
         status, output = fit(settings)
-    assert status == 2 and "only one process may train in a folder; another uses" in output, output
+    assert status == 2 and "cannot be locked (another process uses it)" in output, output
 
 
 def test_a_finished_run_that_is_resumed_only_ends_again(

@@ -1,24 +1,19 @@
 """Atomic files and folders: at any moment, also after a kill, a name has its old or its new content."""
 
 import errno
-import glob
 import hashlib
-import logging
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
-from uuid import uuid4
+from typing import BinaryIO
 
-from filelock import BaseFileLock, FileLock, Timeout
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
-
-log = logging.getLogger(__name__)
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write without space left."""
@@ -53,10 +48,10 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
             Otherwise it stays, as another process has created it meanwhile, and the temporary folder is removed.
 
     Raises:
-        UserError: The folder cannot be created, or the disk is full.
+        UserError: The folder cannot be created or locked, or the disk is full.
     """
     with _building(target):
-        folder = _hidden(target, f"unfinished-{uuid4().hex}")
+        folder, old = _hidden(target, "unfinished"), _hidden(target, "replaced")
         folder.mkdir()
         try:
             with explain_full_disk(target):
@@ -65,8 +60,14 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
                 for path in [*folder.rglob("*"), folder]:
                     path.chmod(mode if path.is_dir() else mode & 0o666)  # safetensors has its files for their owner
                     _sync(path)
-            _rename(folder, target, replace)
-            _sync(target.parent)
+            if replace or not target.is_dir():
+                if target.is_symlink():
+                    target.unlink()
+                elif target.is_dir():
+                    target.rename(old)
+                folder.rename(target)
+                _sync(target.parent)
+                shutil.rmtree(old, ignore_errors=True)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -75,13 +76,11 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
 def build_once(target: Path) -> Iterator[bool]:
     """Build a missing folder in the block, in one process while the others wait.
 
-    Without a lock (no support) several processes build it, and the first to finish counts.
-
     Yields:
         Whether the folder is missing, so that this process has to build it.
 
     Raises:
-        UserError: The folder cannot be created.
+        UserError: The folder cannot be created or locked.
     """
     if target.is_dir():
         yield False
@@ -93,11 +92,11 @@ def build_once(target: Path) -> Iterator[bool]:
 @contextmanager
 def _building(target: Path) -> Iterator[None]:
     """Lock a folder's name, and remove what killed processes left of the folder."""
-    file, old = _hidden(target, "lock"), _hidden(target, "replaced")
+    file, folder, old = (_hidden(target, end) for end in ("lock", "unfinished", "replaced"))
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(_lock(file, mode=0o666, is_singleton=True))
+            lock = stack.enter_context(FileLock(file, mode=0o666, is_singleton=True))
         except OSError as error:
             raise UserError(
                 f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); choose "
@@ -105,9 +104,9 @@ def _building(target: Path) -> Iterator[None]:
             ) from error
         if lock.lock_counter == 1:  # 2 where `build_once` has an `atomic_directory` within
             stack.callback(file.unlink, missing_ok=True)  # still locked: who waits for it makes another
-            if old.is_dir() and not os.path.lexists(target):  # killed between the two renames of `_rename`
+            if old.is_dir() and not os.path.lexists(target):  # killed between two renames
                 old.rename(target)
-            for path in [old, *target.parent.glob(f"{glob.escape(_hidden(target, 'unfinished-').name)}*")]:
+            for path in (folder, old):
                 shutil.rmtree(path, ignore_errors=True)
         yield
 
@@ -117,54 +116,27 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a run's folder for this process. The lock ends with the process, however that ends.
 
     Raises:
-        UserError: Another process has the lock.
+        UserError: Another process has the lock, or the file system has no locks.
     """
+    file = folder / ".lock"
     with ExitStack() as stack:
         try:
-            stack.enter_context(_lock(folder / ".lock", timeout=0))
-        except Timeout as error:
+            stack.enter_context(FileLock(file, timeout=0))
+        except OSError as error:
+            reason = "another process uses it" if isinstance(error, Timeout) else error.strerror
             raise UserError(
-                f"only one process may train in a folder; another uses {folder}; wait for its end, or choose another "
-                "trainer.default_root_dir"
+                f"only one process may train in a folder; {folder} cannot be locked ({reason}); wait for the other's "
+                "end, or choose another trainer.default_root_dir"
             ) from error
         try:
             yield
         finally:
-            if [*folder.iterdir()] == [folder / ".lock"]:  # of a start that was refused
-                (folder / ".lock").unlink()
-
-
-@contextmanager
-def _lock(file: Path, **settings: Any) -> Iterator[BaseFileLock]:
-    """A lock by filelock, acquired where the file system has locks."""
-    lock = FileLock(file, **settings)
-    try:
-        lock.acquire()
-    except OSError as error:
-        if isinstance(error, Timeout) or error.filename is not None:  # it cannot be opened; only the lock is optional
-            raise
-        log.warning("%s cannot be locked (%s): let no other process write there", file.parent, error.strerror)
-        file.unlink(missing_ok=True)
-    try:
-        yield lock
-    finally:
-        lock.release()
+            if [*folder.iterdir()] == [file]:  # of a start that was refused
+                file.unlink()
 
 
 def _hidden(target: Path, end: str) -> Path:
     return target.with_name(f".{target.name}.{end}")
-
-
-def _rename(folder: Path, target: Path, replace: bool) -> None:
-    if target.is_dir() and not replace:  # another process has created it meanwhile
-        return
-    old = _hidden(target, "replaced")
-    if target.is_symlink():
-        target.unlink()
-    elif target.is_dir():
-        target.rename(old)
-    folder.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
