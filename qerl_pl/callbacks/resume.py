@@ -9,7 +9,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
 
@@ -98,9 +97,12 @@ class ResumeCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Remember the state at the end of a step."""
-        loop = trainer.fit_loop
-        state = {"rollouts": loop.total_batch_idx + 1, "epoch": trainer.current_epoch, "loops": loop.state_dict()}
-        self._step_end = state | {"random_state": random_state()}
+        self._step_end = {
+            "rollouts": trainer.fit_loop.total_batch_idx + 1,
+            "epoch": trainer.current_epoch,
+            "loops": trainer.fit_loop.state_dict(),
+            "random_state": random_state(),
+        }
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remember the state at the end of the step's validation."""
@@ -129,14 +131,15 @@ class ResumeCheckpoint(Checkpoint):
         self._signals.give_back()
         self._signal, self._step_end, self._saves = None, {}, False
 
-    def _save_before_rollout(self, trainer: Trainer) -> _PATH | None:
+    def _save_before_rollout(self, trainer: Trainer) -> Path | None:
         """The checkpoint of the state before the current rollout; None outside of a rollout, or with several ranks."""
         batches = trainer.fit_loop.epoch_loop.batch_progress.total
         in_rollout = batches.ready > batches.started  # type: ignore[attr-defined]
         if not in_rollout or trainer.world_size > 1 or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
-        if not self._step_end:
-            return trainer.ckpt_path
+        if not self._step_end:  # it may be the rollout that the run has resumed at
+            done, files = trainer.fit_loop.total_batch_idx, resume_files(_folder(trainer))
+            return next((path for path, rollouts in files.items() if rollouts == done), None)
         set_random_state(self._step_end["random_state"])
         return self._save(trainer)
 
@@ -177,8 +180,9 @@ class ResumeCheckpoint(Checkpoint):
             self._saves = True
             trainer.save_checkpoint(path)
             self._saves = False
-            for old in [*resume_files(path.parent)][self.keep :] if trainer.is_global_zero else ():
-                trainer.strategy.remove_checkpoint(old)
+            if trainer.is_global_zero:
+                for old in [*resume_files(path.parent)][self.keep :]:
+                    trainer.strategy.remove_checkpoint(old)
         return path
 
 

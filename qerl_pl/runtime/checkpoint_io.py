@@ -21,8 +21,8 @@ from qerl_pl.runtime.files import writing
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-STEP_FILE = re.compile(r"step=(\d+)\.ckpt")
-"""Checkpoints to resume from, by finished rollouts."""
+STEP_FILE = re.compile(r"step=(\d+)(\.end)?\.ckpt")
+"""Checkpoints to resume from, by finished rollouts; of earlier versions the last one has `.end`."""
 CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
 
@@ -58,15 +58,8 @@ class AtomicCheckpointIO(CheckpointIO):
 
 def _load(file: Path | BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
     """Load tensors and plain values only: a checkpoint of unknown origin must not run code."""
-    try:
-        with _explain_damage(path):
-            checkpoint: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        match = re.search(r"GLOBAL (\S+)", str(error))
-        raise DamagedCheckpoint(
-            f"a checkpoint holds tensors and plain values only; {path} holds {match[1] if match else 'another type'}; "
-            "change the callback or data module whose state it is, or use another checkpoint"
-        ) from error
+    with _explain_damage(path):
+        checkpoint: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     return checkpoint
 
 
@@ -98,9 +91,15 @@ def _check_archive(path: Path, *state: int) -> None:
 
 @contextmanager
 def _explain_damage(path: _PATH) -> Iterator[None]:
-    """Turn what zipfile and PyTorch raise of a damaged archive into a DamagedCheckpoint."""
+    """Turn what PyTorch and zipfile raise of other types, and of a damaged archive, into a DamagedCheckpoint."""
     try:
         yield
+    except pickle.UnpicklingError as error:
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        raise DamagedCheckpoint(
+            f"a checkpoint holds tensors and plain values only; {path} holds {match[1] if match else 'another type'}; "
+            "change the callback or data module whose state it is, or use another checkpoint"
+        ) from error
     except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, OSError, LookupError) as error:
         if isinstance(error, OSError) and error.filename is not None:  # it may not be opened
             raise
@@ -112,7 +111,7 @@ def _explain_damage(path: _PATH) -> Iterator[None]:
 def resume_files(folder: Path) -> dict[Path, int]:
     """Checkpoint files to resume from -> finished rollouts, from the newest on."""
     rollouts = {path: int(match[1]) for path in folder.glob("*") if (match := STEP_FILE.fullmatch(path.name))}
-    return dict(sorted(rollouts.items(), key=lambda item: item[1], reverse=True))
+    return dict(sorted(rollouts.items(), key=lambda item: (item[1], item[0].name), reverse=True))
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
