@@ -398,7 +398,7 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
     writes.fit(module_of(tiny_policy_dir, optimizer=momentum), datamodule=data())
     with pytest.raises(UserError, match="keeps its optimizer; got AdamW for SGD"):  # which cannot read its state
         resumed(tiny_policy_dir, (uninterrupted[0], tmp_path), tmp_path)
-    with pytest.raises(UserError, match="the checkpoint has 2 and the policy 1;"):
+    with pytest.raises(UserError, match="alpha / rank; the checkpoint's is 2.0 and this run's 1.0;"):
         resumed(tiny_policy_dir, uninterrupted, tmp_path, alpha=4.0)
     with pytest.raises(UserError, match="must be one of this trainer's"):
         uninterrupted[0].on_load_checkpoint({"state_dict": {}})
