@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import os
+import shutil
 import time
 import zipfile
 from collections.abc import Sequence
@@ -301,6 +302,21 @@ def test_a_link_to_a_folder_stays_where_nothing_is_to_be_replaced(tmp_path: Path
         (folder / "mine").write_text("x")
     assert (tmp_path / "model").is_symlink() and not [*(tmp_path / "model").iterdir()]
     assert {path.name for path in tmp_path.iterdir()} == {"model", "other"}
+
+
+def test_what_is_copied_from_a_private_folder_has_the_modes_of_what_is_new(tmp_path: Path) -> None:
+    source, target = tmp_path / "private", tmp_path / "model"
+    (source / "below").mkdir(parents=True)
+    (source / "below" / "file").touch(0o600)
+    for path in (source, source / "below"):
+        path.chmod(0o700)
+    with atomic_directory(target) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new file").touch()
+    folders = {path.stat().st_mode for path in (tmp_path / "new", target, target / "below")}
+    files = {path.stat().st_mode for path in (tmp_path / "new file", target / "below" / "file")}
+    assert len(folders) == len(files) == 1
 
 
 def test_identity_is_of_the_content(tmp_path: Path) -> None:

@@ -53,10 +53,10 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     with _building(target):
         folder, old = _hidden(target, "unfinished"), _hidden(target, "replaced")
         folder.mkdir()
+        mode = stat.S_IMODE(folder.stat().st_mode)
         try:
             with explain_full_disk(target):
                 yield folder
-                mode = stat.S_IMODE(folder.stat().st_mode)
                 for path in [*folder.rglob("*"), folder]:
                     path.chmod(mode if path.is_dir() else mode & 0o666)  # safetensors has its files for their owner
                     _sync(path)
