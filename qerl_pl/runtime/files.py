@@ -171,11 +171,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file as `writing` does.
-
-    Raises:
-        UserError: The disk is full; the old content stays.
-    """
+    """Write a file as `writing` does, with its errors."""
     with writing(path) as file:
         file.write(data)
 
