@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from short_run import data, module_of, trainer_of
@@ -290,9 +291,10 @@ def test_random_states_that_wait_for_a_rollout_are_kept_by_a_checkpoint_before_i
     path = uninterrupted[1] / "checkpoints" / "step=4.ckpt"
     random.seed(99)
     torch.manual_seed(99)
-    callback, module = ResumeCheckpoint(1), module_of(tiny_policy_dir)
+    end, module = tmp_path / "end.ckpt", module_of(tiny_policy_dir)
+    callback = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(end))
     trainer_of(tmp_path, callback).fit(module, datamodule=data(), ckpt_path=str(path), weights_only=True)
-    ends = [path, tmp_path / "checkpoints" / "step=4.end.ckpt"]
+    ends = [path, end]
     states = [torch.load(one, weights_only=True)["qerl"]["random_states"][0] for one in ends]
     assert torch.equal(states[0]["torch"], states[1]["torch"]) and states[0]["python"] == states[1]["python"]
 
@@ -397,7 +399,7 @@ def test_what_does_not_fit_a_checkpoint_is_refused(
     writes.fit(module_of(tiny_policy_dir, optimizer=momentum), datamodule=data())
     with pytest.raises(UserError, match="keeps its optimizer; got AdamW for SGD"):  # which cannot read its state
         resumed(tiny_policy_dir, (uninterrupted[0], tmp_path), tmp_path)
-    with pytest.raises(UserError, match="the checkpoint has 2 and the policy 1;"):
+    with pytest.raises(UserError, match="alpha / rank; the checkpoint's is 2.0 and this run's 1.0;"):
         resumed(tiny_policy_dir, uninterrupted, tmp_path, alpha=4.0)
     with pytest.raises(UserError, match="must be one of this trainer's"):
         uninterrupted[0].on_load_checkpoint({"state_dict": {}})

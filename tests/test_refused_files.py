@@ -295,8 +295,3 @@ def test_one_callback_or_plugin_needs_no_list(
     path.write_text(yaml.safe_dump(settings))
     _, _, _, *rest = starting(tmp_path, tiny_policy_dir, GSM8K)
     assert "rollout.rewards names none" in complaint(capsys, "validate", "-c", str(path), *rest)
-
-
-def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"plain values only; .*step=1.ckpt would hold other types .*lambda"):
-        AtomicCheckpointIO().save_checkpoint({"qerl": {}, "state": lambda: 1}, tmp_path / "step=1.ckpt")

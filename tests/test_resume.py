@@ -230,7 +230,7 @@ def test_killed_before_a_validation_is_kept_it_is_made_as_if_nothing_had_happene
     assert [step for step, _ in curve(run, "val/pass@1")] == [-1, 2, 5]
     assert points(run) == points(validated_whole)
     assert all(torch.equal(tensor, adapter(run)[name]) for name, tensor in adapter(validated_whole).items())
-    ends = [checkpoint(one, "step=8.end.ckpt") for one in (validated_whole, run)]
+    ends = [checkpoint(one, "step=8.ckpt") for one in (validated_whole, run)]
     curves = [end["callbacks"]["RunSummary"]["points"] for end in ends]
     assert all(curves[0][metric] == curves[1][metric] for metric in ("accuracy", "pass@1", "reward_mean"))
     assert best(ends[0]) == best(ends[1])
@@ -269,7 +269,7 @@ def test_what_does_not_go_on_from_a_checkpoint_is_refused_and_leaves_no_trace(
 
 def test_a_fresh_run_does_not_mix_its_checkpoints_with_anothers(uninterrupted: Path, tiny_policy_dir: Path) -> None:
     status, output = fit(configuration(tiny_policy_dir, uninterrupted))
-    assert status == 2 and "step=8.end.ckpt; add --resume auto" in output and "Traceback" not in output, output
+    assert status == 2 and "step=8.ckpt; add --resume auto" in output and "Traceback" not in output, output
 
 
 def test_two_runs_in_one_folder_are_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_two_runs_in_one_folder_are_refused(tiny_policy_dir: Path, tmp_path: Pat
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run"):
         status, output = fit(settings)
-    assert status == 2 and "only one process may train in a folder; another uses" in output, output
+    assert status == 2 and "cannot be locked (another process uses it)" in output, output
 
 
 def test_a_finished_run_that_is_resumed_only_ends_again(
@@ -288,7 +288,7 @@ def test_a_finished_run_that_is_resumed_only_ends_again(
     for path in written:
         path.unlink()
     status, output = fit(configuration(tiny_policy_dir, run), "--resume", "auto")
-    assert status == 0 and "step=8.end.ckpt" in output, output
+    assert status == 0 and "step=8.ckpt" in output, output
     versions = [json.loads(line)["version"] for line in (run / "completions.jsonl").read_text().splitlines()]
     assert versions == sorted([*range(8)] * 4)  # nothing was sampled twice
     assert all(path.stat().st_size > 0 for path in written)

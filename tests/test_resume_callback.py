@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from qerl_pl.callbacks import ResumeCheckpoint
-from qerl_pl.callbacks.resume import Preempted, _is_validated
+from qerl_pl.callbacks.resume import Preempted
 from qerl_pl.cli.config_checks import ACCURACY
 from qerl_pl.cli.main import CALLBACKS
 from qerl_pl.errors import UserError
@@ -46,11 +47,11 @@ def saved(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("every", "keep", "names"),
     [
-        (2, 1, {"step=6.end.ckpt"}),
-        (2, 2, {"step=6.ckpt", "step=6.end.ckpt"}),
-        (2, 3, {"step=4.ckpt", "step=6.ckpt", "step=6.end.ckpt"}),
-        (4, 3, {"step=4.ckpt", "step=6.end.ckpt"}),
-        (1, 9, {*(f"step={step}.ckpt" for step in range(1, 7)), "step=6.end.ckpt"}),
+        (2, 1, {"step=6.ckpt"}),
+        (2, 2, {"step=4.ckpt", "step=6.ckpt"}),
+        (2, 3, {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"}),
+        (4, 3, {"step=4.ckpt", "step=6.ckpt"}),
+        (1, 9, {f"step={step}.ckpt" for step in range(1, 7)}),
     ],
 )
 def test_one_is_saved_every_so_many_rollouts_and_the_newest_are_kept(
@@ -62,7 +63,7 @@ def test_one_is_saved_every_so_many_rollouts_and_the_newest_are_kept(
 
 def test_by_default_every_tenth_is_saved_and_two_are_kept(tmp_path: Path) -> None:
     trainer_of(tmp_path, ResumeCheckpoint(), max_epochs=4).fit(Tiny())
-    assert saved(tmp_path) == {"step=20.ckpt", "step=24.end.ckpt"}
+    assert saved(tmp_path) == {"step=20.ckpt", "step=24.ckpt"}
     for sizes in ({"every_n_rollouts": 0}, {"keep": 0}):
         (name,) = sizes
         with pytest.raises(UserError, match=f"ResumeCheckpoint's {name} .*got 0"):
@@ -85,7 +86,7 @@ def test_a_signal_finishes_the_step_saves_and_the_run_resumes_from_there(tmp_pat
     assert module.events == [0, 1, 2] and saved(tmp_path) == {path.name}
     resumed = Tiny()
     trainer_of(tmp_path, ResumeCheckpoint(4)).fit(resumed, ckpt_path=str(path), weights_only=True)
-    assert resumed.events == [3, 4, 5] and saved(tmp_path) == {"step=4.ckpt", "step=6.end.ckpt"}
+    assert resumed.events == [3, 4, 5] and saved(tmp_path) == {"step=4.ckpt", "step=6.ckpt"}
 
 
 class Steps(DummyLogger):
@@ -163,7 +164,6 @@ def test_a_run_that_breaks_off_gives_the_signals_back_and_leaves_nothing_to_the_
         with pytest.raises(Preempted if stops else UserError):
             broken.fit(Tiny({2: signal.SIGTERM} if stops else {}))
         assert signal.getsignal(signal.SIGTERM) == before
-        assert not [one for one in broken.callbacks if one is callback._stopper]  # type: ignore[attr-defined]
         again = Tiny()
         trainer_of(tmp_path, callback).fit(again)
         assert again.events == [*range(6)]
@@ -174,7 +174,7 @@ def test_a_run_that_breaks_off_gives_the_signals_back_and_leaves_nothing_to_the_
 def test_what_a_kill_in_a_save_has_left_goes_when_the_run_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    left = {folder / f".step={step}.ckpt.tmp" for step in (27, "27.end")}
+    left = {folder / f".step={step}.ckpt.tmp" for step in (27, 28)}
     others = {folder / ".notes.tmp", folder / "kept.ckpt.tmp", tmp_path / ".step=27.ckpt.tmp"}
     for path in left | others:
         path.write_text("half")
@@ -207,7 +207,8 @@ def test_a_second_signal_ends_the_run_at_once_unless_it_repeats_the_first(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    trainer: Any = SimpleNamespace(world_size=1, callbacks=[])
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=lambda number, reduce_op: number)
+    trainer: Any = SimpleNamespace(strategy=strategy)
     callback = ResumeCheckpoint()
     callback.on_sanity_check_start(trainer, Tiny())
     try:
@@ -235,7 +236,7 @@ def test_all_ranks_stop_at_a_signal_to_one_rank(own: int | None, others: int, fo
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
     callback = ResumeCheckpoint()
     callback._signal = own
-    trainer: Any = SimpleNamespace(world_size=2, strategy=strategy)
+    trainer: Any = SimpleNamespace(strategy=strategy)
     assert callback._stop_signal(trainer) == found
 
 
@@ -252,14 +253,33 @@ def test_a_stop_where_a_step_is_validated_waits_for_its_end_and_keeps_it(tmp_pat
     assert resumed.events[:2] == [2, 3]  # it does not validate that step again
 
 
-def test_a_step_that_is_validated_is_saved_after_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "validated"),
+    [
+        ({}, [6]),
+        ({"val_check_interval": 2}, [2, 4, 6]),
+        ({"val_check_interval": 0.5}, [3, 6]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None, "max_epochs": 2}, [4, 8, 12]),
+        ({"check_val_every_n_epoch": 2, "max_epochs": 2}, [12]),
+        ({"val_check_interval": timedelta(microseconds=1)}, [1, 2, 3, 4, 5, 6]),
+        ({"val_check_interval": 4}, [2]),  # where a callback ends the run
+    ],
+    ids=str,
+)
+def test_a_step_that_is_validated_is_saved_after_that(
+    tmp_path: Path, settings: dict[str, Any], validated: list[int]
+) -> None:
     class Look(Callback):
-        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            names.append(saved(tmp_path))
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.should_stop = validated == [trainer.global_step]
 
-    names: list[set[str]] = []
-    trainer_of(tmp_path, Look(), ResumeCheckpoint(2), val_check_interval=2, limit_val_batches=2).fit(Tiny())
-    assert names == [set(), {"step=2.ckpt"}, {"step=2.ckpt", "step=4.ckpt"}]
+        def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            assert saved(tmp_path) == {f"step={step}.ckpt" for step in range(1, trainer.global_step)}
+            seen.append(trainer.global_step)
+
+    seen: list[int] = []
+    trainer_of(tmp_path, Look(), ResumeCheckpoint(1, 99), **{"limit_val_batches": 2} | settings).fit(Tiny())
+    assert seen == validated and saved(tmp_path) == {f"step={step}.ckpt" for step in range(1, validated[-1] + 1)}
 
 
 @pytest.mark.parametrize("event", [VALIDATED, VALIDATED + 1])
@@ -287,7 +307,7 @@ def test_a_step_is_saved_where_no_validation_follows(tmp_path: Path, settings: d
             return StatefulDataLoader(range(0 if settings.get("val_check_interval") == 2 else 2), batch_size=1)
 
     trainer_of(tmp_path, ResumeCheckpoint(2, keep=9), **{"limit_val_batches": 2} | settings).fit(Unheld())
-    assert saved(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt", "step=6.end.ckpt"}
+    assert saved(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"}
 
 
 def test_a_stop_in_the_first_look_at_the_validation_waits_for_a_step(tmp_path: Path) -> None:
@@ -310,7 +330,7 @@ def test_a_run_goes_on_where_it_was_in_its_epochs(tmp_path: Path, steps: int, li
     first, second, settings = Tiny(), Tiny(), {"max_epochs": 3, "val_check_interval": 3, "limit_val_batches": 2}
     limits = {"max_steps": steps} if limited else {}
     trainer_of(tmp_path, ResumeCheckpoint(2, keep=99), **settings | limits).fit(first)
-    path = str(tmp_path / "checkpoints" / f"step={steps}{'.end' * limited}.ckpt")
+    path = str(tmp_path / "checkpoints" / f"step={steps}.ckpt")
     trainer = trainer_of(tmp_path, ResumeCheckpoint(), **settings)
     trainer.fit(second, ckpt_path=path, weights_only=True)
     trained = [[event for event in module.events if event < VALIDATED] for module in (first, second)]
@@ -321,9 +341,9 @@ def test_a_run_goes_on_where_it_was_in_its_epochs(tmp_path: Path, steps: int, li
 @pytest.mark.parametrize("steps", [2, 8, 14])
 def test_an_epoch_that_a_limit_ends_counts_as_one_that_goes_on(tmp_path: Path, steps: int) -> None:
     progress = []
-    for limits, name in (({"max_steps": steps}, f"step={steps}.end.ckpt"), ({}, f"step={steps}.ckpt")):
+    for limits, name in (({"max_steps": steps}, "limited"), ({}, "whole")):
         trainer_of(tmp_path / name, ResumeCheckpoint(2, keep=99), max_epochs=3, **limits).fit(Tiny())
-        checkpoint = torch.load(tmp_path / name / "checkpoints" / name, weights_only=True)
+        checkpoint = torch.load(tmp_path / name / "checkpoints" / f"step={steps}.ckpt", weights_only=True)
         progress.append(checkpoint["loops"]["fit_loop"]["epoch_progress"])
     assert progress[0] == progress[1]
 
@@ -334,54 +354,12 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(
     folder = tmp_path / "checkpoints"
     trainer_of(tmp_path, ResumeCheckpoint(1, keep=9)).fit(Tiny())
     (folder / "other=9.ckpt").touch()
-    newer = {name: (folder / name).read_bytes() for name in ("step=5.ckpt", "step=6.ckpt", "step=6.end.ckpt")}
+    newer = {name: (folder / name).read_bytes() for name in ("step=5.ckpt", "step=6.ckpt")}
     path = str(folder / "step=4.ckpt")
     trainer_of(tmp_path, ResumeCheckpoint(9, keep=9)).fit(Tiny(), ckpt_path=path, weights_only=True)
-    assert saved(tmp_path) == {*(f"step={step}.ckpt" for step in (1, 2, 3, 4)), "step=6.end.ckpt", "other=9.ckpt"}
+    assert saved(tmp_path) == {*(f"step={step}.ckpt" for step in (1, 2, 3, 4)), "step=6.ckpt", "other=9.ckpt"}
     assert {path.name: path.read_bytes() for path in (folder / "abandoned").iterdir()} == newer
-    assert caplog.text.count("is newer than where this run starts: moved to") == 3
-
-
-class Foretold(Callback):
-    """Keeps of each step whether it is said to be validated, and whether it was."""
-
-    def __init__(self) -> None:
-        self.said: list[bool] = []
-        self.was: list[bool] = []
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.said.append(_is_validated(trainer, batch_idx))
-        self.was.append(False)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.was[-1] = True
-
-
-INTERVALS: list[dict[str, Any]] = [
-    {},
-    {"limit_val_batches": 0},
-    {"val_check_interval": 2},
-    {"val_check_interval": 4},
-    {"check_val_every_n_epoch": 2},
-    {"check_val_every_n_epoch": 3},
-    {"check_val_every_n_epoch": 2, "val_check_interval": 3},
-    {"check_val_every_n_epoch": None, "val_check_interval": 4},
-    {"check_val_every_n_epoch": None, "val_check_interval": 1},
-    {"val_check_interval": 0.5},
-]
-
-
-# There is no half of an unknown number.
-@pytest.mark.parametrize(
-    ("settings", "sized"), [*((one, True) for one in INTERVALS), *((one, False) for one in INTERVALS[:-1])]
-)
-def test_it_knows_which_steps_are_validated(tmp_path: Path, settings: dict[str, Any], sized: bool) -> None:
-    foretold = Foretold()
-    trainer_of(tmp_path, foretold, **{"limit_val_batches": 2, "max_epochs": 3} | settings).fit(Tiny(sized=sized))
-    assert foretold.said == foretold.was and len(foretold.said) == 18
-    assert any(foretold.was) == (settings.get("limit_val_batches") != 0)
+    assert caplog.text.count("is newer than where this run starts: moved to") == 2
 
 
 class Scores(Tiny):
@@ -414,15 +392,12 @@ def test_a_validation_that_is_repeated_replaces_its_checkpoint(tmp_path: Path) -
     assert scored(tmp_path, every=3, steps=4, resume="step=3.ckpt") == ["best-rollouts=4.ckpt"]
 
 
-def test_what_ends_a_run_stands_before_all_callbacks_once_however_often_it_is_set_up() -> None:
+def test_what_saves_stands_before_all_callbacks_once_however_often_it_is_set_up() -> None:
     callback, other = ResumeCheckpoint(), Validations()
     trainer: Any = SimpleNamespace(callbacks=[other, callback])
     for _ in range(2):
         callback.setup(trainer, Tiny(), "fit")
-        assert [type(one).__name__ for one in trainer.callbacks[:1]] == ["LambdaCallback"]
-        assert trainer.callbacks[1:] == [other, callback]
-    callback.teardown(trainer, Tiny(), "fit")
-    assert trainer.callbacks == [other, callback]
+        assert trainer.callbacks == [callback._first, other, callback]
 
 
 def up_to(*steps: int) -> list[dict[str, int]]:

@@ -251,7 +251,7 @@ def test_a_run_learns_and_writes_what_reinforcement_learning_starts_from(whole: 
     assert validated[-1][1] < loss[0][1] - 0.5
     assert curve(whole, "val/perplexity")[-1][1] == pytest.approx(math.exp(validated[-1][1]), rel=1e-5)
     names = {path.name for path in (whole / "checkpoints").glob("*.ckpt")}
-    assert names == {"best-step=8.ckpt", "step=6.ckpt", "step=8.end.ckpt"}
+    assert names == {"best-step=8.ckpt", "step=6.ckpt", "step=8.ckpt"}
     assert not (whole / "completions.jsonl").exists() and (whole / "config.yaml").is_file()
     assert any("layernorm" in name for name in adapter(whole))
 

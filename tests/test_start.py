@@ -233,11 +233,11 @@ def test_a_run_resumes_refuses_another_start_and_is_exported_without_its_own(
     for start in (str(other), "null"):
         shape = [] if start != "null" else ["--model.policy.lora.rank=4", "--model.policy.lora.alpha=8"]
         status, output = fit(settings, "--resume", "auto", "--model.policy.adapter", start, *shape)
-        assert status == 2 and "a run keeps the adapter that it started from" in output, output
+        assert status == 2 and "a run keeps its starting adapter" in output, output
     adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
     expected = load_file(adapter)
     adapter.unlink()
-    (tmp_path / "run" / "checkpoints" / "step=4.end.ckpt").unlink()
+    (tmp_path / "run" / "checkpoints" / "step=4.ckpt").unlink()
     status, output = fit(settings, "--resume", "auto")  # from the third rollout
     assert status == 0 and "resuming from" in output, output
     shutil.rmtree(own)  # an export needs the checkpoint alone

@@ -205,9 +205,7 @@ def test_seed_decides_the_weights_and_global_random_state_stays(tmp_path: Path) 
 def test_cache_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "file"))
-    with pytest.raises(
-        UserError, match="toy-.* is written to a folder; .*file does not allow it .*; set QERL_CACHE to"
-    ):
+    with pytest.raises(UserError, match="toy-.*; .*file does not allow it .*; choose .*, for models by QERL_CACHE"):
         build_toy_policy(SMALL)
 
 

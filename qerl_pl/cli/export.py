@@ -20,7 +20,13 @@ from qerl_pl.models.folder import TensorFiles, read_config
 from qerl_pl.policy.adapter import is_adapter, read_adapter, rename_to_multimodal
 from qerl_pl.policy.lora import LoraConfig
 from qerl_pl.policy.policy import BASE_FILE, Policy, PolicyConfig, mark_trained
-from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits, load_saved, saved_checkpoint
+from qerl_pl.runtime.checkpoint_io import (
+    CHECKPOINT_KEY,
+    check_fits,
+    finished_rollouts,
+    load_saved,
+    newest_checkpoint,
+)
 from qerl_pl.runtime.files import atomic_directory, folder_fingerprint, require_absent
 from qerl_pl.types import PolicyWeights
 
@@ -114,12 +120,9 @@ def export(
             adapter on it: vLLM silently ignores an adapter whose names are not those of the model that it serves.
     """
     require_absent(dst)
-    path = checkpoint or saved_checkpoint(run)
+    path = checkpoint or newest_checkpoint(run) or max(run.rglob("*.ckpt"), key=finished_rollouts, default=None)
     if path is None:
-        raise UserError(
-            f"export needs a checkpoint; {run} has no checkpoints/step=N.ckpt of ResumeCheckpoint, and no other in "
-            "checkpoints or lightning_logs/version_N/checkpoints; name one with --checkpoint"
-        )
+        raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
     state, given = load_saved(path)[CHECKPOINT_KEY], _run_config(run)
     config = _policy_config(run, given, state)
     if state.get("lora") is not None:  # what the run started from may be gone

@@ -1,7 +1,6 @@
 """Atomic checkpoints, their check for damage, and the search for the newest valid one."""
 
 import logging
-import os
 import pickle
 import re
 import zipfile
@@ -22,8 +21,8 @@ from qerl_pl.runtime.files import writing
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-STEP_FILE = re.compile(r"^step=(\d+)(\.end)?\.ckpt$")
-"""Checkpoints to resume from, by finished rollouts; `.end` marks the one after the run's last validation."""
+STEP_FILE = re.compile(r"step=(\d+)(\.end)?\.ckpt")
+"""Checkpoints to resume from, by finished rollouts; of earlier versions the last one has `.end`."""
 CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
 
@@ -42,25 +41,14 @@ class AtomicCheckpointIO(CheckpointIO):
             UserError: The disk is full, or a value could not be loaded again; the old file is untouched.
         """
         with writing(Path(path)) as file:
-            try:
-                torch.save(checkpoint, file)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:  # raised by pickle
-                raise UserError(
-                    f"a checkpoint holds tensors and plain values only; {path} would hold other types ({error}); "
-                    "change the callback or data module whose state it is"
-                ) from error
+            torch.save(checkpoint, file)
             file.seek(0)
             _load(file, path, "meta")
 
     def load_checkpoint(
         self, path: _PATH, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint to the CPU, plain values and tensors only.
-
-        Raises:
-            DamagedCheckpoint: It is missing or damaged.
-            UserError: Another program wrote it.
-        """
+        """Load a checkpoint to the CPU, as `load_saved` does."""
         return load_saved(Path(path))
 
     def remove_checkpoint(self, path: _PATH) -> None:
@@ -68,17 +56,10 @@ class AtomicCheckpointIO(CheckpointIO):
         Path(path).unlink(missing_ok=True)
 
 
-def _load(file: BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
+def _load(file: Path | BinaryIO, path: _PATH, device: str) -> dict[str, Any]:
     """Load tensors and plain values only: a checkpoint of unknown origin must not run code."""
-    try:
-        with _explain_damage(path):
-            checkpoint: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as error:
-        match = re.search(r"GLOBAL (\S+)", str(error))
-        raise DamagedCheckpoint(
-            f"a checkpoint holds tensors and plain values only; {path} holds {match[1] if match else 'another type'}; "
-            "change the callback or data module whose state it is, or use another checkpoint"
-        ) from error
+    with _explain_damage(path):
+        checkpoint: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
     return checkpoint
 
 
@@ -88,13 +69,14 @@ def verify(path: Path) -> None:
     Raises:
         DamagedCheckpoint: The file is missing, or it is no archive that fits its checksums.
     """
-    try:
-        with path.open("rb") as file:
-            state = os.fstat(file.fileno())
-            _check_archive(path, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
-            _load(file, path, "meta")
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise DamagedCheckpoint(f"a checkpoint is a file; {path} is not a file; {_remedy(path)}") from error
+    if not path.is_file():
+        raise DamagedCheckpoint(
+            f"a checkpoint is a file; {path} is not a file; name one, such as RUN/{FOLDER}/step=N.ckpt, or give "
+            "--resume auto for the newest below trainer.default_root_dir"
+        )
+    state = path.stat()
+    _check_archive(path, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+    _load(path, path, "meta")
 
 
 @lru_cache
@@ -109,9 +91,15 @@ def _check_archive(path: Path, *state: int) -> None:
 
 @contextmanager
 def _explain_damage(path: _PATH) -> Iterator[None]:
-    """Turn what zipfile and PyTorch raise of a damaged archive into a DamagedCheckpoint."""
+    """Turn what PyTorch and zipfile raise of other types, and of a damaged archive, into a DamagedCheckpoint."""
     try:
         yield
+    except pickle.UnpicklingError as error:
+        match = re.search(r"GLOBAL (\S+)", str(error))
+        raise DamagedCheckpoint(
+            f"a checkpoint holds tensors and plain values only; {path} holds {match[1] if match else 'another type'}; "
+            "change the callback or data module whose state it is, or use another checkpoint"
+        ) from error
     except (zipfile.BadZipFile, zlib.error, RuntimeError, EOFError, ValueError, OSError, LookupError) as error:
         if isinstance(error, OSError) and error.filename is not None:  # it may not be opened
             raise
@@ -120,18 +108,9 @@ def _explain_damage(path: _PATH) -> Iterator[None]:
         ) from error
 
 
-def _remedy(path: Path) -> str:
-    """What to name in place of a path that is no checkpoint."""
-    found = newest_checkpoint(path) or newest_checkpoint(path.parent) if path.is_dir() else None
-    if found is not None:
-        return f"name a file, such as {found}"
-    return "name another with --resume, or auto for the newest below trainer.default_root_dir"
-
-
 def resume_files(folder: Path) -> dict[Path, int]:
-    """Checkpoint files to resume from -> finished rollouts, from the newest on; a run's end is newer than its step."""
-    matches = {path: STEP_FILE.match(path.name) for path in folder.glob("step=*.ckpt")}
-    rollouts = {path: int(match[1]) for path, match in matches.items() if match}
+    """Checkpoint files to resume from -> finished rollouts, from the newest on."""
+    rollouts = {path: int(match[1]) for path in folder.glob("*") if (match := STEP_FILE.fullmatch(path.name))}
     return dict(sorted(rollouts.items(), key=lambda item: (item[1], item[0].name), reverse=True))
 
 
@@ -148,10 +127,9 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     for path in files:
         try:
             verify(path)
+            return path
         except DamagedCheckpoint as error:
             log.warning("skipping a damaged checkpoint: %s", error)
-            continue
-        return path
     if files:
         raise UserError(
             f"a run resumes from an undamaged checkpoint; all {len(files)} in {run_dir / FOLDER} are damaged; restore "
@@ -160,36 +138,15 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return None
 
 
-def saved_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint of a run with the most rollouts, also of Lightning's own trainer; None if there is none.
-
-    Args:
-        run_dir: As for `newest_checkpoint`; or a folder of checkpoints.
-    """
-    if (newest := newest_checkpoint(run_dir)) is not None:
-        return newest
-    patterns = ("*.ckpt", f"{FOLDER}/*.ckpt", f"lightning_logs/version_*/{FOLDER}/*.ckpt")
-    paths = sorted(
-        (path for pattern in patterns for path in run_dir.glob(pattern)), key=lambda path: path.stat().st_mtime
-    )
-    return max(paths, key=finished_rollouts, default=None)
-
-
-def load_saved(path: Path) -> dict[str, Any]:
-    """Load a checkpoint, also of Lightning's own trainer, to the CPU.
+def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """Load a checkpoint, also of Lightning's own trainer; on the device "meta" its tensors are not read.
 
     Raises:
-        DamagedCheckpoint: It is missing or damaged.
+        DamagedCheckpoint: It is missing or damaged, or holds other than tensors and plain values.
         UserError: It is another program's.
     """
     verify(path)
-    return _load_own(path, "cpu")
-
-
-def _load_own(path: Path, device: str) -> dict[str, Any]:
-    """A checkpoint of this trainer."""
-    with path.open("rb") as file:
-        checkpoint = _load(file, path, device)
+    checkpoint = _load(path, path, device)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
         raise UserError(
             f"a checkpoint must be written by this trainer; {path} was written by another program; name another"
@@ -198,27 +155,18 @@ def _load_own(path: Path, device: str) -> dict[str, Any]:
 
 
 def finished_rollouts(path: Path) -> int:
-    """Number of rollouts that a checkpoint's run had finished; its tensors are not read.
-
-    Raises:
-        UserError: It cannot be read, or another program wrote it.
-    """
-    return int(_load_own(path, "meta")[CHECKPOINT_KEY]["policy_version"])
+    """Number of rollouts that a checkpoint's run had finished; raises as `load_saved` does."""
+    return int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"])
 
 
 KEPT = {
-    "base": "a checkpoint fits only the base model it was trained on; it has {0} and the policy has {1}; set "
-    "model.policy as in that run",
-    "finetune": "a checkpoint holds what was trained, an adapter or all weights; got {0}, and the policy trains {1}; "
-    "set model.policy.finetune as in that run",
-    "scaling": "an adapter keeps the alpha / rank it was trained with; the checkpoint has {0:g} and the policy {1:g}; "
-    "set model.policy.lora as in that run",
-    "start": "a run keeps the adapter that it started from; the SHA-256 of its weights is {0!s:.12} in the checkpoint "
-    "and {1!s:.12} of model.policy.adapter; set that as in the checkpoint's run",
-    "teacher": "a run keeps its teacher; the checkpoint has {0} and model.teacher is {1}; set model.teacher as in that "
-    "run",
+    "base": ("base model", "model.policy"),
+    "finetune": ("kind of fine-tuning", "model.policy.finetune"),
+    "scaling": ("alpha / rank", "model.policy.lora"),
+    "start": ("starting adapter", "model.policy.adapter"),
+    "teacher": ("teacher", "model.teacher"),
 }
-"""Rules for the parts of `CHECKPOINT_KEY` that a run keeps, for the checkpoint's value and the run's."""
+"""Parts of `CHECKPOINT_KEY` that a run keeps, with their names and settings."""
 
 
 def check_fits(state: Mapping[str, Any], **own: Any) -> None:
@@ -235,4 +183,8 @@ def check_fits(state: Mapping[str, Any], **own: Any) -> None:
     absent = own | {"finetune": "lora", "start": None}  # of earlier versions
     for key, value in own.items():
         if (saved := state.get(key, absent[key])) != value:
-            raise UserError(f"{KEPT[key].format(saved, value)}, or start another run")
+            name, setting = KEPT[key]
+            raise UserError(
+                f"a run keeps its {name}; the checkpoint's is {saved!s:.12} and this run's {value!s:.12}; set "
+                f"{setting} as in that run, or start another run"
+            )

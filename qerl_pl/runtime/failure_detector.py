@@ -53,11 +53,6 @@ class FailureDetector:
         self._thread = threading.Thread(target=self._monitor, name="failure detector", daemon=True)
         self._thread.start()
 
-    @property
-    def ended(self) -> bool:
-        """Whether it monitors nothing any more."""
-        return not self._thread.is_alive()
-
     def failed(self, exception: BaseException) -> None:
         """Tell all ranks why this one fails and end the process; returns only on the rank that reports to the user."""
         if isinstance(exception, Preempted):  # all ranks stop together

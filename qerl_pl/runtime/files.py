@@ -1,13 +1,10 @@
 """Atomic files and folders: at any moment, also after a kill, a name has its old or its new content."""
 
 import errno
-import glob
 import hashlib
-import logging
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,8 +14,6 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
-
-log = logging.getLogger(__name__)
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a write without space left."""
@@ -53,33 +48,39 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
             Otherwise it stays, as another process has created it meanwhile, and the temporary folder is removed.
 
     Raises:
-        UserError: The folder cannot be created, or the disk is full.
+        UserError: The folder cannot be created or locked, or the disk is full.
     """
     with _building(target):
-        folder = Path(tempfile.mkdtemp(prefix=_hidden(target, "unfinished-").name, dir=target.parent))
+        folder, old = _hidden(target, "unfinished"), _hidden(target, "replaced")
+        folder.mkdir()
+        mode = stat.S_IMODE(folder.stat().st_mode)
         try:
             with explain_full_disk(target):
                 yield folder
-                _follow_umask(folder)
                 for path in [*folder.rglob("*"), folder]:
+                    path.chmod(mode if path.is_dir() else mode & 0o666)  # safetensors has its files for their owner
                     _sync(path)
-            _rename(folder, target, replace)
-            _sync(target.parent)
+            if replace or not target.is_dir():
+                if target.is_symlink():
+                    target.unlink()
+                elif target.is_dir():
+                    target.rename(old)
+                folder.rename(target)
+                _sync(target.parent)
+                shutil.rmtree(old, ignore_errors=True)
         finally:
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def build_once(target: Path) -> Iterator[bool]:
     """Build a missing folder in the block, in one process while the others wait.
 
-    Without a lock (no support) several processes build it, and the first to finish counts.
-
     Yields:
         Whether the folder is missing, so that this process has to build it.
 
     Raises:
-        UserError: The folder cannot be created.
+        UserError: The folder cannot be created or locked.
     """
     if target.is_dir():
         yield False
@@ -90,37 +91,24 @@ def build_once(target: Path) -> Iterator[bool]:
 
 @contextmanager
 def _building(target: Path) -> Iterator[None]:
-    """Lock a folder's name, where the file system has locks, and remove what killed processes left of the folder."""
-    file = _hidden(target, "lock")
+    """Lock a folder's name, and remove what killed processes left of the folder."""
+    file, folder, old = (_hidden(target, end) for end in ("lock", "unfinished", "replaced"))
     with ExitStack() as stack:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(file, mode=0o666, is_singleton=True)  # `build_once` has an `atomic_directory` within
-            stack.enter_context(lock)
+            lock = stack.enter_context(FileLock(file, mode=0o666, is_singleton=True))
         except OSError as error:
-            if error.filename is not None:  # only the lock is optional
-                remedy = "set QERL_CACHE to" if target.parent == cache_root() else "choose"
-                raise UserError(
-                    f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); "
-                    f"{remedy} another folder"
-                ) from error
-            log.debug("no lock for %s: %s", target, error)
-            file.unlink(missing_ok=True)
-        else:
-            if lock.lock_counter == 1:
-                stack.callback(file.unlink, missing_ok=True)  # still locked: who waits for it makes another
-                _remove_leftovers(target)
+            raise UserError(
+                f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); choose "
+                "another folder, for models by QERL_CACHE"
+            ) from error
+        if lock.lock_counter == 1:  # 2 where `build_once` has an `atomic_directory` within
+            stack.callback(file.unlink, missing_ok=True)  # still locked: who waits for it makes another
+            if old.is_dir() and not os.path.lexists(target):  # killed between two renames
+                old.rename(target)
+            for path in (folder, old):
+                shutil.rmtree(path, ignore_errors=True)
         yield
-
-
-def _follow_umask(folder: Path) -> None:
-    """Give files and folders the modes of new ones: temporary folders, and safetensors files, are their owner's."""
-    probe = folder / ".mode"
-    probe.touch()
-    mode = stat.S_IMODE(probe.stat().st_mode)
-    probe.unlink()
-    for path in [*folder.rglob("*"), folder]:
-        path.chmod(mode | (mode & 0o444) >> 2 if path.is_dir() else mode)  # who may read a folder may enter it
 
 
 @contextmanager
@@ -128,58 +116,27 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a run's folder for this process. The lock ends with the process, however that ends.
 
     Raises:
-        UserError: Another process has the lock.
+        UserError: Another process has the lock, or the file system has no locks.
     """
-    lock = folder / ".lock"
+    file = folder / ".lock"
     with ExitStack() as stack:
         try:
-            stack.enter_context(FileLock(lock, timeout=0))
-        except Timeout as error:
-            raise UserError(
-                f"only one process may train in a folder; another uses {folder}; wait for its end, or choose another "
-                "trainer.default_root_dir"
-            ) from error
+            stack.enter_context(FileLock(file, timeout=0))
         except OSError as error:
-            if error.filename is not None:  # the file cannot be opened; only the lock is optional
-                raise
-            log.warning("%s cannot be locked (%s): do not let another process train in it", folder, error.strerror)
+            reason = "another process uses it" if isinstance(error, Timeout) else error.strerror
+            raise UserError(
+                f"only one process may train in a folder; {folder} cannot be locked ({reason}); wait for the other's "
+                "end, or choose another trainer.default_root_dir"
+            ) from error
         try:
             yield
         finally:
-            if [*folder.iterdir()] == [lock]:  # of a start that was refused
-                lock.unlink()
+            if [*folder.iterdir()] == [file]:  # of a start that was refused
+                file.unlink()
 
 
 def _hidden(target: Path, end: str) -> Path:
     return target.with_name(f".{target.name}.{end}")
-
-
-def _remove_leftovers(target: Path) -> None:
-    old = _hidden(target, "replaced")
-    if os.path.lexists(old) and not os.path.lexists(target):  # killed between the two renames of `_rename`
-        old.rename(target)
-    for path in [old, *target.parent.glob(f"{glob.escape(_hidden(target, 'unfinished-').name)}*")]:
-        _remove(path)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, or a symbolic link alone."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _rename(folder: Path, target: Path, replace: bool) -> None:
-    try:
-        folder.rename(target)
-    except OSError:
-        if not target.is_symlink() and not target.is_dir():
-            raise
-        if replace or not target.is_dir():
-            old = target.rename(_hidden(target, "replaced"))
-            folder.rename(target)
-            _remove(old)
 
 
 def _sync(path: Path) -> None:
@@ -214,11 +171,7 @@ def writing(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file as `writing` does.
-
-    Raises:
-        UserError: The disk is full; the old content stays.
-    """
+    """Write a file as `writing` does, with its errors."""
     with writing(path) as file:
         file.write(data)
 
@@ -229,10 +182,7 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        cause: BaseException | None = error
-        while cause is not None and not is_full_disk(cause):
-            cause = cause.__context__  # PyTorch raises another error when it closes an incomplete archive
-        if cause is None:
+        if not is_full_disk(error):
             raise
         free = shutil.disk_usage(path.parent).free / 2**20
         raise UserError(
@@ -242,10 +192,10 @@ def explain_full_disk(path: Path) -> Iterator[None]:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether a write failed without space left; safetensors tells the error's number in its text alone."""
-    if isinstance(error, SafetensorError):
-        return any(f"(os error {number})" in str(error) for number in FULL_DISK)
-    return isinstance(error, OSError) and error.errno in FULL_DISK
+    """Whether a write failed without space left, or an error came over one, as of an archive that PyTorch closes."""
+    failed = isinstance(error, OSError) and error.errno in FULL_DISK
+    told = isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in FULL_DISK)
+    return failed or told or (error.__context__ is not None and is_full_disk(error.__context__))
 
 
 def folder_fingerprint(folder: Path) -> str:

@@ -19,7 +19,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import distributed, nn
 
-from qerl_pl.errors import UserError
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector, exit_reason
 from qerl_pl.runtime.fork_server import signal_at_end_of_parent
@@ -40,32 +39,24 @@ class UnwrappedDDPStrategy(DDPStrategy):
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        self._launcher = UnobservedLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = self._own_launcher = UnobservedLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes
+        )
 
     def setup_environment(self) -> None:
         """Initialize the process group and start the failure detector."""
         signal_at_end_of_launcher(signal.SIGKILL)  # PyTorch waits a day for the other ranks
-        try:
-            super().setup_environment()
-        except distributed.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise UserError(
-                f"rank 0 needs a free port on its machine, where the ranks meet; port {os.environ['MASTER_PORT']} is "
-                "taken: set MASTER_PORT to a free port, the same for all ranks"
-            ) from error
+        super().setup_environment()
         if self.communicator is SINGLE_PROCESS:
             # Read by each rank's engine and workers; Lightning's launcher sets the other variables only.
             os.environ |= {"RANK": str(self.global_rank), "LOCAL_WORLD_SIZE": str(self.num_processes)}
             self.communicator = Communicator(
                 self.global_rank, self.world_size, distributed.new_group(backend="gloo", timeout=TIMEOUT)
             )
-        if self.failure_detector is None or self.failure_detector.ended:  # by an earlier stage
-            children = self._launcher.procs if isinstance(self._launcher, UnobservedLauncher) else []
-            self.failure_detector = FailureDetector(self.communicator, self.local_rank, children)
+        if self.failure_detector is None:
+            self.failure_detector = FailureDetector(self.communicator, self.local_rank, self._own_launcher.procs)
         signal_at_end_of_launcher(0)
-        if isinstance(self._launcher, UnobservedLauncher):
-            self._launcher.have_met.set()
+        self._own_launcher.have_met.set()
 
     def setup(self, trainer: "pl.Trainer") -> None:
         """Set up as on a single device: DDP's setup would broadcast the module's tensors."""
@@ -84,12 +75,18 @@ class UnwrappedDDPStrategy(DDPStrategy):
         super().teardown()
         if self.failure_detector is not None:
             self.failure_detector.stop()
+            self.failure_detector = None
 
     def finish(self) -> int:
-        """Destroy the process group and wait for the launched processes; their exit status."""
+        """Destroy the process group and wait for the launched processes; the first exit status that is not 0."""
         if distributed.is_initialized():
             distributed.destroy_process_group()
-        return self._launcher.wait() if isinstance(self._launcher, UnobservedLauncher) else 0
+        for child in self._own_launcher.procs:
+            try:
+                child.wait(PATIENCE)
+            except subprocess.TimeoutExpired:  # done, but hanging in a driver
+                child.kill()
+        return next((status for child in self._own_launcher.procs if (status := child.wait())), 0)
 
 
 class UnobservedLauncher(_SubprocessScriptLauncher):
@@ -125,15 +122,6 @@ class UnobservedLauncher(_SubprocessScriptLauncher):
                     for process in self.procs:
                         process.kill()
                     os._exit(status)
-
-    def wait(self) -> int:
-        """Wait for the processes; the first exit status that is not 0."""
-        for child in self.procs:
-            try:
-                child.wait(PATIENCE)
-            except subprocess.TimeoutExpired:  # done, but hanging in a driver
-                child.kill()
-        return next((status for child in self.procs if (status := child.wait())), 0)
 
 
 def signal_at_end_of_launcher(number: int) -> None:
