@@ -239,9 +239,7 @@ class VLLMEngine(RolloutEngine):
                 "TransformersEngine, or another model"
             )
         if left_out := sorted(set(self._shapes) - set(report.adapted)):
-            raise UserError(
-                f"LoRA targets must be linears in vLLM's model; {left_out[0]} is none: take it out of the targets"
-            )
+            raise UserError(f"LoRA targets must be linears in vLLM's model; {left_out[0]} is none: take it out")
         for names in (report.kernels, report.experts):
             if backend not in (None, "auto") and names and not any(backend in kernel.lower() for kernel in names):
                 raise UserError(f"linear_backend is {backend}; vLLM runs {kernels}: choose auto")
@@ -382,9 +380,9 @@ class VLLMEngine(RolloutEngine):
             self._call("qerl_merge")
             self._stale = False
         engine, running, number = self._llm.llm_engine, dict[str, int](), itertools.count()
-        whole = not sampling.stop and not self._spec.record_routing
+        in_parts = sampling.stop or self._spec.record_routing
         try:
-            with processed_once(engine.output_processor) if whole else nullcontext():
+            with nullcontext() if in_parts else processed_once(engine.output_processor):
                 while True:
                     for key, request in source.take(wait=not running):
                         check_requests([request], sampling, self._spec, self._has_tokenizer)
