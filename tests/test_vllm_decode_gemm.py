@@ -1,5 +1,7 @@
 """A decode step's linears in vLLM: who computes how many tokens, with which adapter, and in whose memory."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,12 @@ from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
 from torch import Tensor, nn
 from triton.runtime.errors import PTXASError
 
+from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm import attach, linear_methods
 from qerl_pl.engines.vllm.attach import attach_all, check_decode_gemm
 from qerl_pl.engines.vllm.linear_methods import FP4Method, fp4_linear, marlin_tensor
+from qerl_pl.engines.vllm.merged import AdapterMode
+from qerl_pl.engines.vllm.worker import CONFIG_KEY, engine_config
 from qerl_pl.errors import UserError
 
 MAX_TOKENS, DENSE_ABOVE, RANK = 3, 5, 2
@@ -185,6 +190,16 @@ def test_a_wrong_adapter_product_is_refused_at_the_start(change: str, monkeypatc
     with pytest.raises(UserError, match="and an adapter's; for 1 tokens .* decode_gemm_max_tokens to null"):
         check_decode_gemm([layer])
     assert not layer.qerl_a.any() and not layer.qerl_b.any()
+
+
+@pytest.mark.parametrize(("adapter", "expected"), [("fused", 1024), ("auto", 64), ("merged", None)])
+def test_passes_that_take_merged_copies_compile_no_decode_gemm(adapter: AdapterMode, expected: int | None) -> None:
+    spec = EngineSpec(Path("base"), torch.bfloat16, torch.device("cpu"), 8, ("q_proj",), 64)
+    held = engine_config(spec, 256, 1024, adapter)[CONFIG_KEY]
+    assert held["decode_gemm_max_tokens"] == expected
+    without = replace(spec, lora_rank=0, lora_targets=())
+    assert engine_config(without, 256, 1024, adapter)[CONFIG_KEY]["decode_gemm_max_tokens"] == 1024
+    assert engine_config(spec, 256, None, adapter)[CONFIG_KEY]["decode_gemm_max_tokens"] is None
 
 
 @pytest.mark.parametrize(

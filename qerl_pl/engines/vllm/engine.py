@@ -244,7 +244,7 @@ class VLLMEngine(RolloutEngine):
             if backend not in (None, "auto") and names and not any(backend in kernel.lower() for kernel in names):
                 raise UserError(f"linear_backend is {backend}; vLLM runs {kernels}: choose auto")
         features, off = [], dict[str, str]()
-        if backend is not None and self.decode_gemm_max_tokens is not None:
+        if backend is not None and self.decode_gemm_max_tokens is not None and self.adapter != "merged":
             features.append(f"decode GEMM on {report.decode_gemm} of {report.linears} linears")
             if report.decode_gemm < report.linears:
                 needs = "it needs NVFP4 in Marlin's layout, bfloat16 and a GPU on which it beats Marlin"

@@ -75,13 +75,16 @@ def engine_config(
 
     It is part of the key of vLLM's cache of compiled graphs, so that no graph of other norms, GEMMs or adapters runs.
     """
+    merged_above = merged.merged_above(adapter) if spec.lora_rank else None
+    if merged_above is not None and decode_gemm_max_tokens is not None:  # its variants take a start half a second each
+        decode_gemm_max_tokens = min(decode_gemm_max_tokens, merged_above) or None
     return {
         "gdn_prefill_backend": "triton",  # of gated delta nets: vLLM 0.25 takes FlashInfer's, installed or not
         CONFIG_KEY: {
             "norms": "float32",
             "dense_above": dense_above,
             "decode_gemm_max_tokens": decode_gemm_max_tokens,
-            "merged_above": merged.merged_above(adapter) if spec.lora_rank else None,
+            "merged_above": merged_above,
             "rank": spec.lora_rank,
             "targets": sorted(spec.lora_targets),
             "full_finetuning": spec.full_finetuning,
