@@ -185,3 +185,42 @@ def test_other_gpus_multiply_on_tensor_cores_and_spill_nothing(case):
     code = [text for _, text in machine_code()[case]]
     assert any("MMA" in text for text in code)
     assert not [text for text in code if text.startswith(("STL", "LDL"))]
+
+
+AT_ONCE = """
+import threading
+import torch, triton
+from qerl_kernels import MarlinTensor, triton_decode_gemm as kernels
+from triton.backends.compiler import GPUTarget
+
+class Hopper:
+    get_current_device, get_current_target = (lambda self: 0), (lambda self: GPUTarget("cuda", 90, 32))
+    get_current_stream = lambda self, device: 0
+
+triton.runtime.driver._active = Hopper()
+kernels._sms, kernels._arch = (lambda device: 132), (lambda device: 90)
+compiled, plain = [], triton.compiler.compile
+def compile(source, *args, **kwargs):
+    compiled.append((source.fn.fn.__name__, threading.current_thread() is threading.main_thread()))
+    return plain(source, *args, **kwargs)
+for kernel in (kernels.decode_gemm_stream_k_kernel, kernels.decode_gemm_reduce_kernel):
+    kernel.device_caches[0]  # sets its function that compiles
+    kernel.compile = compile
+weight = MarlinTensor(torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, 256, dtype=torch.int8), torch.ones(1))
+a, b = torch.zeros(8, 128, dtype=torch.bfloat16), torch.zeros(256, 8, dtype=torch.bfloat16)
+products = [(torch.zeros(n, 128, dtype=torch.bfloat16), weight, None, a, b, (0,)) for n in (1, 9)]
+kernels.compile_at_once(products)
+first = list(compiled)
+for product in products:
+    kernels.decode_gemm_linear(*product, compile_only=True)  # as a launch does, it looks the compiled kernel up
+print(sorted(first), len(compiled) - len(first))
+"""
+
+
+def test_kernels_are_compiled_in_threads_and_found_when_they_are_launched(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    run = subprocess.run([sys.executable, "-c", AT_ONCE], check=True, capture_output=True, text=True, env=environment)
+    kinds = ("reduce", "stream_k")
+    expected = ([(f"decode_gemm_{kind}_kernel", False) for kind in kinds for _ in range(2)], 0)
+    assert run.stdout.strip() == f"{expected[0]} {expected[1]}"

@@ -14,6 +14,7 @@ from qerl_kernels.backend import (
 )
 from qerl_kernels.decode_gemm import (
     DECODE_GEMM_MAX_TOKENS,
+    compile_decode_gemm,
     decode_gemm_linear,
     decode_gemm_linear_reference,
     decode_gemm_measured,
@@ -71,7 +72,7 @@ __all__ = [
     "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack", "MarlinTensor",
     "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "StackedWeight", "addend_checkpoint_contexts", "backend_for",
     "check_flash_linear_attention", "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu",
-    "clamped_swiglu_reference",
+    "clamped_swiglu_reference", "compile_decode_gemm",
     "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_measured", "decode_gemm_sizes",
     "decode_gemm_supported",
     "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear",

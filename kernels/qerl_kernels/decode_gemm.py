@@ -4,7 +4,8 @@ It rounds where the trainer does: the base product to bfloat16, then the sum wit
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,19 @@ def decode_gemm_sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
     from qerl_kernels import triton_decode_gemm
 
     return triton_decode_gemm.sizes(weight, rank, up_to)
+
+
+def compile_decode_gemm(products: Iterable[tuple[Any, ...]]) -> None:
+    """Compile the kernels of several products, a thread each: one after the other they take half a minute.
+
+    Without effect where they are compiled, or Triton has no such mode.
+
+    Args:
+        products: Of each x, weight, bias, a, b and starts, as `decode_gemm_linear` takes them, of a supported weight.
+    """
+    from qerl_kernels import triton_decode_gemm
+
+    triton_decode_gemm.compile_at_once(products)
 
 
 def decode_gemm_linear_reference(

@@ -8,7 +8,9 @@ product, so that few tokens fill it, and come from registers: Marlin's words lie
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import triton
@@ -350,8 +352,12 @@ def decode_gemm_linear(
     b: Tensor | None,
     starts: Sequence[int],
     tile: Tile | None = None,
+    compile_only: bool = False,
 ) -> Tensor:
-    """`decode_gemm.decode_gemm_linear` of a weight that `decode_gemm_supported` accepts, with any tile."""
+    """`decode_gemm.decode_gemm_linear` of a weight that `decode_gemm_supported` accepts, with any tile.
+
+    With `compile_only` nothing runs, and the result is undefined.
+    """
     (tokens, columns), rows = x.shape, weight.weight.shape[1] // 2
     rank, sms, arch = 0 if a is None else len(a), _sms(x.get_device()), _arch(x.get_device())
     if tile is None and arch not in (0, 90):
@@ -363,7 +369,7 @@ def decode_gemm_linear(
     hidden = x.new_empty((plan.token_blocks, plan.shrink_splits, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
     options: dict[str, int] = {"launch_pdl": arch >= 90, "maxnreg": tile.registers} if arch else {}
-    decode_gemm_stream_k_kernel[(plan.ctas * plan.token_blocks,)](
+    _launch(decode_gemm_stream_k_kernel, plan.ctas * plan.token_blocks, compile_only)(
         x, *_descriptors(x, tile), weight.weight, scales, x if a is None else a, x if bias is None else bias,
         weight.global_scale, y, partial, hidden, tokens, columns, rows, rank, weight.weight.stride(0),
         scales.stride(0), plan.waves, plan.ctas, plan.shrink_ctas, plan.big_ctas, plan.iterations, plan.splits,
@@ -380,7 +386,7 @@ def decode_gemm_linear(
         return y
     if arch:
         options["maxnreg"] = reduce_registers(ctas, sms, tile.width)
-    decode_gemm_reduce_kernel[(ctas,)](
+    _launch(decode_gemm_reduce_kernel, ctas, compile_only)(
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
         rows, alone, plan.big_ctas, plan.iterations, plan.token_blocks, RANK=own, STARTS=tuple(starts),
         PADDED=max(16, triton.next_power_of_2(own)), WIDTH=tile.width, CHUNK=plan.reduce_tokens, BLOCK=BLOCK,
@@ -388,6 +394,19 @@ def decode_gemm_linear(
         DATA_PARALLEL=plan.waves > 0, BIAS=bias is not None, ARCH=arch, num_warps=8, **options,
     )  # fmt: skip
     return y
+
+
+def _launch(kernel, ctas: int, compile_only: bool):
+    return functools.partial(kernel.warmup, grid=(ctas,)) if compile_only else kernel[(ctas,)]
+
+
+def compile_at_once(products: Iterable[tuple[Any, ...]]) -> None:
+    """See `decode_gemm.compile_decode_gemm`."""
+    if interpreting() or not hasattr(triton, "AsyncCompileMode"):  # which is new in Triton 3.4
+        return
+    with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
+        for x, weight, bias, a, b, starts in products:
+            decode_gemm_linear(x, weight, bias, a, b, starts, compile_only=True)
 
 
 def _descriptors(x: Tensor, tile: Tile) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:

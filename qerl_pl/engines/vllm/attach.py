@@ -3,11 +3,18 @@
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from qerl_kernels import MarlinRows, decode_gemm_measured, decode_gemm_sizes, decode_gemm_supported, frozen_linear
+from qerl_kernels import (
+    MarlinRows,
+    compile_decode_gemm,
+    decode_gemm_measured,
+    decode_gemm_sizes,
+    decode_gemm_supported,
+    frozen_linear,
+)
 from torch import Tensor
 
 from qerl_pl.engines.vllm import compat
@@ -127,28 +134,35 @@ def check_decode_gemm(linears: Sequence[Any]) -> None:
     Raises:
         UserError: The two differ.
     """
-    for linear in _one_of_each_kind(linears):
-        method, held = linear.quant_method, marlin_tensor(linear)
-        assert isinstance(method, FP4Method) and held is not None
-        weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
-        adapter = (linear.qerl_a, linear.qerl_b) if method.starts else ()
-        rank = len(adapter[0]) if adapter else 0
-        for tokens in decode_gemm_sizes(held, rank, method.decode_gemm_max_tokens):
-            x = probe(tokens, held)
-            expected = frozen_linear(x, weight, linear.qerl_bias)
+    kinds = _one_of_each_kind(linears)
+    compile_decode_gemm(product for linear in kinds for product in _products(linear))
+    for linear in kinds:
+        method = linear.quant_method
+        for x, held, bias, a, b, _ in _products(linear):
+            weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
+            expected = frozen_linear(x, weight, bias)
             difference = relative_difference(method.apply(linear, x, linear.bias), expected)
-            if adapter and difference <= TOLERANCE:  # a zero adapter's product is never wrong
-                _randomize(*adapter, method.starts, expected.float().std(correction=0).item() or 1.0)
-                add_lora(expected, x, *adapter)
+            if a is not None and difference <= TOLERANCE:  # a zero adapter's product is never wrong
+                _randomize(a, b, method.starts, expected.float().std(correction=0).item() or 1.0)
+                add_lora(expected, x, a, b)
                 difference = relative_difference(method.apply(linear, x, linear.bias), expected)
-                for factor in adapter:
+                for factor in (a, b):
                     factor.zero_()
             if not difference <= TOLERANCE:
                 raise UserError(
                     "the decode GEMM must give the product of the dequantized weight, and an adapter's; for "
-                    f"{tokens} tokens and a weight {weight.shape[0]} x {weight.shape[1]} they differ by "
+                    f"{len(x)} tokens and a weight {weight.shape[0]} x {weight.shape[1]} they differ by "
                     f"{difference:.2g} of its size: set decode_gemm_max_tokens to null"
                 )
+
+
+def _products(linear: Any) -> Iterator[tuple[Any, ...]]:
+    """Arguments of `decode_gemm_linear`, for each number of tokens that has kernels of its own."""
+    method, held = linear.quant_method, marlin_tensor(linear)
+    assert isinstance(method, FP4Method) and held is not None
+    a, b = (linear.qerl_a, linear.qerl_b) if method.starts else (None, None)
+    for tokens in decode_gemm_sizes(held, 0 if a is None else len(a), method.decode_gemm_max_tokens):
+        yield probe(tokens, held), held, linear.qerl_bias, a, b, method.starts or (0,)
 
 
 def _randomize(a: Tensor, b: Tensor, starts: Sequence[int], size: float) -> None:
