@@ -225,4 +225,4 @@ def test_a_run_folder_may_be_below_the_home_folder(
     arguments = ["fit", "-c", QUICKSTART, "--trainer.default_root_dir", "~/runs/mine", "--model.policy.toy.steps", "1"]
     (tmp_path / "runs" / "mine" / ".lock").mkdir(parents=True)
     line = complaint(capsys, *arguments)
-    assert f"{tmp_path}/runs/mine/.lock: Is a directory" in line and not (tmp_path / "~").exists()
+    assert f"{tmp_path}/runs/mine cannot be locked (Is a directory)" in line and not (tmp_path / "~").exists()
