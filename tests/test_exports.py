@@ -149,10 +149,15 @@ def test_vllm_has_the_names_of_multimodal_models_that_an_adapter_gets(module: st
 
 
 @pytest.mark.nightly
-def test_an_export_for_a_multimodal_model_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("format", ["nvfp4", "none"])
+def test_an_export_for_a_multimodal_model_names_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
     wrapped = write_wrapped(write_checkpoint("gemma-3", tmp_path / "text"), tmp_path / "wrapped")
-    assert main(["quantize", str(wrapped), str(tmp_path / "base")]) == 0
-    exported(tmp_path / "base", tmp_path, capsys)
+    base = tmp_path / "base"
+    assert main(["quantize", str(wrapped), str(base), "--format", format]) == 0
+    *_, printed = exported(base, tmp_path, capsys, format)
+    assert f"serve it: vllm serve {base} --enable-lora --lora-modules mine={tmp_path / 'mine'} " in printed
     mine = tmp_path / "multimodal"
     assert main(["export", str(tmp_path / "run"), str(mine), "--multimodal", str(wrapped)]) == 0
     line = f"vllm serve {wrapped} --enable-lora --lora-modules multimodal={mine} --max-lora-rank 8"
@@ -167,9 +172,12 @@ def test_an_export_for_a_multimodal_model_names_it(tmp_path: Path, capsys: pytes
 # Other programs -------------------------------------------------------------------------------------------------------
 
 
-def exported(base: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, Path, str]:
-    """Adapter and merged weights of a run of two rollouts in NVFP4, moved away from it, and what was printed."""
+def exported(
+    base: Path, folder: Path, capsys: pytest.CaptureFixture[str], quantization: str = "nvfp4"
+) -> tuple[Path, Path, str]:
+    """Adapter and merged weights of a run of two rollouts, moved away from it, and what was printed."""
     settings: dict[str, Any] = configuration(base, folder / "run")
+    settings["model"]["policy"]["quantization"] = quantization
     settings["model"]["policy"]["train_norms"] = False
     settings["data"]["init_args"]["max_prompt_tokens"] = 240
     settings["trainer"] |= {

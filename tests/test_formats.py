@@ -406,7 +406,7 @@ def test_what_is_no_format_is_told_in_one_line(own: str, name: str, message: str
     ):
         with pytest.raises(UserError, match=f"^{key} must be one of nvfp4, .*, or the import path of .*; .*{message}"):
             start()
-    with pytest.raises(UserError, match="rounds to 4 bits, or to a format of yours; got none"):
+    with pytest.raises(UserError, match="rounds nothing; .* is a text model: use it as it is"):
         quantize_checkpoint(tiny_policy_dir, Path("out"), "none")
 
 

@@ -13,6 +13,8 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
@@ -161,9 +163,28 @@ def write_wrapped(text_model: Path, folder: Path) -> Path:
         mm_tokens_per_image=4,
         **{key: getattr(inner.config, key) for key in ("pad_token_id", "bos_token_id")},
         eos_token_id=[inner.config.eos_token_id, 7],
+        tie_word_embeddings=inner.config.tie_word_embeddings,
     )
     wrapped = Gemma3ForConditionalGeneration(config)
     wrapped.model.language_model.load_state_dict(inner.model.state_dict())
+    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
+    wrapped.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def write_wrapped_gemma4(text_model: Path, folder: Path) -> Path:
+    """Write a model of text and images around the weights of a Gemma 4 checkpoint."""
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
+    config = Gemma4Config(
+        text_config=inner.config.to_dict(),
+        vision_config=vision | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+        tie_word_embeddings=inner.config.tie_word_embeddings,
+    )
+    wrapped = Gemma4ForConditionalGeneration(config)
+    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
+    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
     wrapped.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return folder

@@ -18,7 +18,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
-from qerl_pl.models.families import PROJECTIONS, check_family
+from qerl_pl.models.families import PROJECTIONS, check_family, text_config
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.models.memory import GIB, kv_cache_size, optimizer_bytes
 from qerl_pl.models.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
@@ -51,11 +51,16 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
         UserError: The model's config.json is not in reach, or its family is unknown.
     """
     plan, prompt = plan_of(model, data, rollout)
-    memory = run_memory(plan)
-    rows = [f"{'memory that the run needs, estimated, in GiB':<48}{'rollout':>9}{'update':>9}"]
+    memory, policy = run_memory(plan), model.policy_config
+    rows = []
+    if policy.path is not None and text_config(config_in_reach(policy.path), policy.path) is not None:
+        rows.append(
+            f"a run takes the text model of {policy.path}: `qerl quantize SRC DST --format {policy.quantization}`"
+        )
+    rows += [f"{'memory that the run needs, estimated, in GiB':<48}{'rollout':>9}{'update':>9}"]
     rows += [f"  {name:<46}{first:>9.2f}{second:>9.2f}" for name, first, second in memory.table()]
     rows += [f"  pinned on the CPU: {name:<27}{'':>9}{size / GIB:>9.2f}" for name, size in memory.cpu.items()]
-    candidates = _candidates(model.policy_config, plan.shape)
+    candidates = _candidates(policy, plan.shape)
     chosen = " (the most that auto saves by)" if len(candidates) > 1 else ""
     rows.append(
         f"of micro-batches of {plan.batch.tokens} tokens, gradient_checkpointing {_name(candidates[-1])}{chosen}"
@@ -122,12 +127,13 @@ def shape_of(config: PolicyConfig) -> Shape:
             f"a dry run reads the model's config.json; {config.path} has none in reach; name a local folder as "
             "model.policy.path"
         )
-    family, folder = check_family(settings, config.path), Path(config.path).expanduser()
+    inner, folder = text_config(settings, config.path), Path(config.path).expanduser()
+    family = check_family(inner or settings, config.path)
     base_format = check_quantization(settings, config.path, config.quantization)
     stores_codes = base_format is not DENSE and any(folder.glob("*.safetensors"))
     if stores_codes:
         validate_checkpoint(folder)
-    shape = Shape.of(AutoConfig.for_model(**settings))
+    shape = Shape.of(AutoConfig.for_model(**(inner or settings)))
     if not stores_codes or shape.dense_attention:
         return shape
     stored = TensorFiles(folder).shapes()

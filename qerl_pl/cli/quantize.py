@@ -32,8 +32,8 @@ def quantize(
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; or the import
-            path of a `BaseFormat`.
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; `none`, the
+            text model of a model of text and images as it is; or the import path of a `BaseFormat`.
         device: Device of the arithmetic. `auto` is the GPU where there is one. llm-compressor chooses its own.
         loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
             (LoftQ); training starts from it by model.policy.adapter. null writes none.

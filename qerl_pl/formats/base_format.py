@@ -252,7 +252,7 @@ class DenseFormat(BaseFormat):
         return ((name, in_dtype(tensor, dtype)) for name, (tensor,) in zip(names, read, strict=True))
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        raise UserError("quantizing rounds to 4 bits, or to a format of yours; got none; leave the model as it is")
+        raise NotImplementedError("16 bits are not rounded")
 
     def decode(self, codes: Tensor, scales: Tensor, global_scale: Tensor | None) -> Tensor:
         return codes.float()

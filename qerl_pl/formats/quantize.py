@@ -75,14 +75,14 @@ def quantize_checkpoint(
     DST is the text model alone.
 
     A checkpoint in the format already is copied as it is, if DST thereby has something left out: other models than that
-    of text, or what `BaseFormat.is_mixed` says, which is dequantized.
+    of text, or what `BaseFormat.is_mixed` says, which is dequantized. 16 bits are such a format: `none`.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
         dst: Folder to write; must not exist, and appears only when it is complete.
         format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; or the import
-            path of a `BaseFormat`.
+            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; `none`, the
+            text model of a model of text and images as it is; or the import path of a `BaseFormat`.
         device: Device of the arithmetic. `auto` is the GPU where there is one.
         loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
             (LoftQ, arXiv 2310.08659); None writes none.
@@ -95,6 +95,9 @@ def quantize_checkpoint(
     adapter = None if loftq_rank is None else LoftQAdapter(loftq_rank, dst)
     quantizer, torch_device = named_format(format, "--format"), _device(device)
     config, tensors = _source(src, dst, quantizer if adapter is None else None)
+    if quantizer is DENSE:
+        _copy_text_model(src, dst, config, tensors, adapter)
+        return
     if quantizer.reads_mixed and format_of(src) is quantizer:
         _copy_quantized(src, dst, quantizer, config, tensors)
         return
@@ -137,9 +140,8 @@ def _source(src: Path, dst: Path, quantizer: BaseFormat | None) -> tuple[dict[st
     source = format_of(src)
     more = inner is not None or source.is_mixed(config.get(_KEY), TensorFiles(src))
     if source is not DENSE and not (source is quantizer and source.reads_mixed and more):
-        raise UserError(
-            f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; use it as it is"
-        )
+        remedy = "use it as it is" if inner is None else f"take its text model out by --format {source.name}"
+        raise UserError(f"only 16-bit weights can be quantized; {src} is {source.name.upper()} already; {remedy}")
     require_absent(dst)
     validate_checkpoint(src)
     tensors = TensorFiles(src)
@@ -147,6 +149,23 @@ def _source(src: Path, dst: Path, quantizer: BaseFormat | None) -> tuple[dict[st
         parts = sorted({".".join(name.split(".")[: 1 + name.startswith("model.")]) for name in tensors.skipped})
         log.info("left out %d tensors that are no part of the text model: %s", len(tensors.skipped), ", ".join(parts))
     return config if inner is None else inner, tensors
+
+
+def _copy_text_model(
+    src: Path, dst: Path, config: dict[str, Any], tensors: TensorFiles, adapter: LoftQAdapter | None
+) -> None:
+    """Write the text model of a 16-bit model of text and images, every tensor as it is stored."""
+    if adapter is not None or text_config(read_config(src), src) is None:
+        found = f"{src} is a text model: use it as it is" if adapter is None else "leave out --loftq_rank"
+        raise UserError(f"--format none takes a text model out of one of text and images and rounds nothing; {found}")
+    names = list(tensors)
+    with atomic_directory(dst) as folder:
+        writer = ShardWriter(folder)
+        for name, (tensor,) in zip(names, tensors.read_groups([(name,) for name in names]), strict=True):
+            writer.add(name, tensor)
+        writer.finish()
+        copy_other_files(src, folder, config)
+    log.info("wrote %s: the text model of %s as it is", dst, src)
 
 
 def _copy_quantized(

@@ -343,7 +343,7 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
     if isinstance(inner, Mapping) and find_family(inner.get("model_type")) is not None:
         raise UserError(
             f"a base model must be of text alone; {source} has a {inner['model_type']} in a "
-            f"{config.get('model_type')}: take the text model out by `qerl quantize`, and name what that writes"
+            f"{config.get('model_type')}: take the text model out by `qerl quantize`, in 16 bits by --format none"
         )
     family = family_of(config.get("model_type", ""), source)
     for key in family.unsupported:

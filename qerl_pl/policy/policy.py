@@ -136,7 +136,8 @@ class PolicyConfig:
     def _all_linear(self) -> tuple[str, ...]:
         """Names of the model's linears, without the output layer."""
         # `base_folder` refuses an unknown family
-        family = None if self.path is None else find_family(config_in_reach(self.path).get("model_type"))
+        config = {} if self.path is None else config_in_reach(self.path)
+        family = find_family((config.get("text_config") or config).get("model_type"))
         return PROJECTIONS if family is None else family.projections
 
     @property
