@@ -47,7 +47,7 @@ ANSWERS = {
     "configs --all": (2, "unrecognized arguments: --all; see qerl configs --help"),
 }
 PROGRAM = """
-import contextlib, io, json, sys
+import contextlib, gc, io, json, sys
 from qerl_pl.__main__ import main
 found = {}
 for words in json.loads(sys.argv[1]):
@@ -64,7 +64,7 @@ sys.argv = ["qerl", "fit", "-c", "quickstart", "--print_config"]
 with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
     sys.stdout.fileno = sys.__stdout__.fileno
     main()
-assert "group_size" in out.getvalue()
+assert "group_size" in out.getvalue() and gc.isenabled() and gc.get_freeze_count()
 print(json.dumps({"found": found, "answering": answering, "parsing": list(sys.modules)}))
 """
 NOT_IMPORTED = {
