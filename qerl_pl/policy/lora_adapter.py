@@ -1,4 +1,4 @@
-"""The trained LoRA adapter: factors, low-precision copies, checkpoints. Only this file needs PEFT, a slow import."""
+"""The trained LoRA adapter (factors, low-precision copies, checkpoints), in a file of its own: PEFT imports slowly."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,9 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
-from peft import get_peft_model_state_dict
+from peft import LoraConfig, PeftModelForCausalLM, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -70,13 +69,7 @@ class PeftLoraLinear(LoraLinear, LoraLayer):
     """A linear with an adapter, which PEFT builds when it wraps a model, and can disable."""
 
     def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        config: peft.LoraConfig,
-        r: int = 0,
-        lora_alpha: int = 1,
-        **kwargs: Any,
+        self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int, lora_alpha: int, **kwargs: Any
     ) -> None:
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
@@ -112,7 +105,7 @@ class LoraAdapter:
     def __init__(self, base: PreTrainedModel, config: LoraSpec, train_norms: bool, base_name: str) -> None:
         check_targets(base, config)
         self.config, self.base, self._family = config, base, family_of(base.config.model_type)
-        peft_config = peft.LoraConfig(
+        peft_config = LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,  # type: ignore[arg-type]
             lora_dropout=config.dropout,
@@ -124,7 +117,7 @@ class LoraAdapter:
         )
         peft_config._register_custom_module(dict.fromkeys((FrozenLinear, nn.Linear), PeftLoraLinear))
         # Float32 factors over a 16-bit base: AdamW steps are below the resolution of bfloat16.
-        self.model = peft.PeftModelForCausalLM(base, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
+        self.model = PeftModelForCausalLM(base, peft_config, adapter_name=ADAPTER, autocast_adapter_dtype=True)
         self.model.peft_config[ADAPTER].base_model_name_or_path = base_name
         self._linears = {name: module for name, module in base.named_modules() if isinstance(module, LoraLinear)}
         blocks = PackedAttention | PackedDeltaNet | GatedMLP
