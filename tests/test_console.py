@@ -47,7 +47,7 @@ ANSWERS = {
     "configs --all": (2, "unrecognized arguments: --all; see qerl configs --help"),
 }
 PROGRAM = """
-import contextlib, io, json, sys
+import contextlib, gc, io, json, sys
 from qerl_pl.__main__ import main
 found = {}
 for words in json.loads(sys.argv[1]):
@@ -59,17 +59,33 @@ for words in json.loads(sys.argv[1]):
         except SystemExit as end:
             status = end.code
     found[words] = status, out.getvalue() + error.getvalue()
-assert not {"torch", "lightning", "transformers", "numpy"} & sys.modules.keys(), "imported"
-print(json.dumps(found))
+answering = list(sys.modules)
+sys.argv = ["qerl", "fit", "-c", "quickstart", "--print_config"]
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+    sys.stdout.fileno = sys.__stdout__.fileno
+    main()
+assert "group_size" in out.getvalue() and gc.isenabled() and gc.get_freeze_count()
+print(json.dumps({"found": found, "answering": answering, "parsing": list(sys.modules)}))
 """
+NOT_IMPORTED = {
+    "answering": ("torch", "lightning", "transformers", "numpy", "datasets", "peft", "vllm"),
+    "parsing": (
+        *("peft", "bitsandbytes", "networkx", "transformers.trainer_utils", "torch._inductor.compile_fx"),
+        *("datasets", "pandas", "pyarrow", "scipy", "sklearn", "math_verify", "latex2sympy2_extended"),
+        *("vllm", "llmcompressor", "wandb", "fla", "flash_attn", "tensorflow", "qerl_kernels.triton_launch"),
+    ),
+}
+"""Modules that are imported when something uses them: not by an answer, and not by reading a configuration."""
 
 
-def test_help_version_configurations_and_unknown_commands_import_no_pytorch(tmp_path: Path) -> None:
-
+def test_what_is_answered_imports_no_pytorch_and_a_configuration_only_what_it_needs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, json.dumps(list(ANSWERS))]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-    found = json.loads(done.stdout)
+    printed = json.loads(done.stdout)
+    for stage, modules in NOT_IMPORTED.items():
+        assert sorted({*modules} & {*printed[stage]}) == [], stage
+    found = printed["found"]
     for words, (status, text) in ANSWERS.items():
         assert found[words][0] == status and text in found[words][1], (words, found[words])
         assert status == 0 or found[words][1].startswith("qerl: ") and found[words][1].count("\n") == 1

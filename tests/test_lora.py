@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.errors import UserError
 from qerl_pl.modules import PolicyConfig
-from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraConfig, LoraLinear, LoraSpec
+from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraConfig, LoraSpec
+from qerl_pl.policy.lora_adapter import PeftLoraLinear
 
 RANK, ROWS, COLUMNS, DROPPED = 4, 32, 48, 0.25
 
@@ -31,12 +32,12 @@ def base_of(kind: str, random: torch.Generator) -> tuple[nn.Module, Tensor, Tens
     return dense, weight, bias
 
 
-def adapted(kind: str, alpha: float, dropout: float) -> tuple[LoraLinear, list[Tensor]]:
+def adapted(kind: str, alpha: float, dropout: float) -> tuple[PeftLoraLinear, list[Tensor]]:
     """A linear with an adapter that does something, and its weight, bias, A and B in float64."""
     random = torch.Generator().manual_seed(11)
     base, weight, bias = base_of(kind, random)
     config = peft.LoraConfig(r=RANK, lora_alpha=alpha, lora_dropout=dropout)  # type: ignore[arg-type]
-    linear = LoraLinear(base, ADAPTER, config, r=RANK, lora_alpha=alpha)  # type: ignore[arg-type]
+    linear = PeftLoraLinear(base, ADAPTER, config, r=RANK, lora_alpha=alpha)  # type: ignore[arg-type]
     with torch.no_grad():
         for factor in linear.factors():
             factor.copy_(torch.randn(factor.shape, generator=random))

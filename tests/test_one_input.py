@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy import packed_layers
-from qerl_pl.policy.adapter import cast_master_weights
 from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear, LoraLinear, can_fuse_lora, shared_input_linears
+from qerl_pl.policy.lora_adapter import cast_master_weights
 from qerl_pl.policy.packed_layers import GatedMLP, Packing
 
 MODES: tuple[Any, ...] = (False, "selective", True)

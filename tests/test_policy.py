@@ -21,8 +21,8 @@ from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import read_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.policy.adapter import LoraAdapter
 from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear
+from qerl_pl.policy.lora_adapter import LoraAdapter
 from qerl_pl.policy.policy import mark_trained
 
 CPU = torch.device("cpu")

@@ -22,9 +22,9 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.policy import activation_checkpointing
 from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, MemorySettings, candidate_settings
-from qerl_pl.policy.adapter import LoraAdapter
 from qerl_pl.policy.full_finetuning import use_master_weights
 from qerl_pl.policy.lora import LoraSpec
+from qerl_pl.policy.lora_adapter import LoraAdapter
 from qerl_pl.policy.packed_layers import GatedMLP, partition_micro_batches, use_gated_mlps
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.runtime.random_state import deterministic

@@ -25,6 +25,8 @@ LOG_MESSAGES = {
     "vllm.triton_utils.jit_monitor": _LATE_KERNEL,  # its name in earlier releases
     # The engine restores the process's random states when vLLM has started.
     "vllm.engine.arg_utils": "The global random seed is set to .* may affect the random state of the Python process",
+    # PEFT imports it; nothing here uses that kernel.
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
     # 4-bit weights with 16-bit products are intended.
     "vllm.model_executor.kernels.linear.nvfp4.marlin": "Your GPU does not have native support for FP4 computation",
 }

@@ -7,8 +7,6 @@ the adapter takes up the residual. PEFT's `init_lora_weights="loftq"` does the s
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -91,6 +89,9 @@ class LoftQAdapter:
             raise UserError(
                 "--loftq_rank needs quantized linears beside experts; this model has none; leave the option out"
             )
+        from peft import LoraConfig  # slow, and only needed here
+        from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
         targets = sorted({name.removesuffix(".weight").split(".")[-2] for name in self._tensors})
         config = LoraConfig(
             r=self._rank,

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import get_scheduler
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.import_path import load_named
@@ -78,6 +77,8 @@ def build_schedule(schedule: Schedule, optimizer: Optimizer, warmup: int, steps:
     Raises:
         UserError: transformers has no such schedule, it needs more than the number of steps, or it is none.
     """
+    from transformers import get_scheduler  # imports PEFT, which is slow
+
     try:
         if not isinstance(schedule, str):
             built = schedule(optimizer)

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from peft.tuners.lora import LoraLayer
 from qerl_kernels import addend_checkpoint_contexts, selective_checkpoint_contexts
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,7 +23,7 @@ from qerl_pl.models.memory import GIB, free_bytes, free_cpu_bytes
 from qerl_pl.models.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
 from qerl_pl.models.shape import Shape
 from qerl_pl.policy.activation_offload import ActivationOffload, pinned_bytes
-from qerl_pl.policy.lora import ADAPTER
+from qerl_pl.policy.lora import ADAPTER, LoraLinear
 from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.runtime.communicator import Communicator, warn_of_this_rank
 from qerl_pl.runtime.random_state import random_state, set_random_state
@@ -184,7 +183,7 @@ class ActivationCheckpointing:
             checkpointing=settings.mode,
             mlp_tile_tokens=settings.tile_tokens,
             train_norms=any(norm.weight.requires_grad for norm in norms),
-            rank=max((module.r[ADAPTER] for module in modules if isinstance(module, LoraLayer)), default=0),
+            rank=max((module.r[ADAPTER] for module in modules if isinstance(module, LoraLinear)), default=0),
             full_finetuning=self._base.get_output_embeddings().weight.requires_grad,
         )
         gradients = sum(parameter.nbytes for parameter in trained if parameter.grad is None)
@@ -302,6 +301,6 @@ def _ends_with_sum(base: nn.Module, family: Family) -> bool:
 
 def _saves_all_products(base: nn.Module) -> bool:
     """Whether selective checkpointing saves every linear's product: of PyTorch's linears those with an adapter."""
-    adapted = {id(inner) for module in base.modules() if isinstance(module, LoraLayer) for inner in module.modules()}
+    adapted = {id(inner) for module in base.modules() if isinstance(module, LoraLinear) for inner in module.modules()}
     linears = (m for name, m in base.named_modules() if isinstance(m, nn.Linear) and ".layers." in name)
     return all(id(linear) in adapted for linear in linears)

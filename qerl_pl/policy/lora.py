@@ -1,12 +1,10 @@
-"""LoRA layers over frozen linears, in PEFT's conventions: PEFT saves, loads and switches them."""
+"""LoRA layers over frozen linears, in PEFT's conventions, and their settings."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
-import peft
-from peft.tuners.lora import LoraLayer
 from qerl_kernels import (
     AdaptedWeight,
     DenseWeight,
@@ -119,32 +117,22 @@ class LoraConfig:
         return replace(default, **given)
 
 
-class LoraLinear(nn.Module, LoraLayer):
+class LoraLinear(nn.Module):
     """base(x) + scaling * B(A(dropout(x))), computed in x's data type from float32 master weights.
 
-    PEFT builds these layers when it wraps a model, and can disable their adapters.
+    `PeftLoraLinear` is the layer, whose attributes PEFT sets.
     """
 
-    def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        config: peft.LoraConfig,
-        r: int = 0,
-        lora_alpha: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__()
-        LoraLayer.__init__(self, base_layer, **kwargs)
-        self._active_adapter = adapter_name
-        self.low_precision_factors: tuple[Tensor, Tensor] | None = None
-        """Low-precision copies of A and B, set by `LoraAdapter.low_precision_copies` for one forward pass. Linears that
-        `can_fuse_lora` share one A: theirs, concatenated by rows."""
-        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
-
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        assert isinstance(module, nn.Linear | FrozenLinear)
-        return module.in_features, module.out_features
+    base_layer: nn.Module
+    disable_adapters: bool
+    r: dict[str, int]
+    scaling: dict[str, float]
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+    lora_dropout: nn.ModuleDict
+    low_precision_factors: tuple[Tensor, Tensor] | None = None
+    """Low-precision copies of A and B, set by `LoraAdapter.low_precision_copies` for one forward pass. Linears that
+    `can_fuse_lora` share one A: theirs, concatenated by rows."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """The adapter's matrices A [r, in] and B [out, r], the trained parameters themselves."""

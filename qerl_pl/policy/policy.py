@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from qerl_kernels import chunked_reverse_kl, chunked_token_logprobs
@@ -24,13 +24,16 @@ from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
 from qerl_pl.models.families import PROJECTIONS, check_family, find_family, logit_cap
 from qerl_pl.models.folder import load_tokenizer, longest_sequence, read_config
 from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
-from qerl_pl.policy.adapter import LoraAdapter, SavedAdapter, load_in_place, read_adapter
+from qerl_pl.policy.adapter import SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.loading import load_base
 from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.policy.packed_layers import Packing
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
+
+if TYPE_CHECKING:
+    from qerl_pl.policy.lora_adapter import LoraAdapter
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +184,8 @@ class PolicyConfig:
 
         Raises:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, it is of no known family,
-                the adapter does not fit it, its experts cannot train or there are none to
-                replay, or its weights are quantized in another format.
+                the adapter does not fit it, its experts cannot train or there are none to replay, or its weights are
+                quantized in another format.
         """
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
@@ -294,7 +297,7 @@ class Policy(nn.Module):
         else:
             self.trained = self._attach_adapter(lora, seed)
         self.base.to(device)  # type: ignore[arg-type]
-        if config.start is not None and isinstance(self.trained, LoraAdapter):
+        if config.start is not None and not isinstance(self.trained, FullWeights):
             self.trained.start_from(config.start.tensors())
         self.checkpointing = ActivationCheckpointing(
             self.base,
@@ -305,12 +308,13 @@ class Policy(nn.Module):
             reference,
         )
 
-    def _attach_adapter(self, lora: LoraSpec, seed: int) -> LoraAdapter:
-        config = self.config
-        train_norms = config.train_norms or (config.start is not None and config.start.train_norms)
+    def _attach_adapter(self, lora: LoraSpec, seed: int) -> "LoraAdapter":
+        from qerl_pl.policy.lora_adapter import LoraAdapter  # PEFT: slow, and only a policy that is loaded needs it
+
+        train_norms = self.config.train_norms or (self.config.start is not None and self.config.start.train_norms)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return LoraAdapter(self.base, lora, train_norms, config.base_name)
+            return LoraAdapter(self.base, lora, train_norms, self.config.base_name)
 
     @property
     def device(self) -> torch.device:
@@ -393,11 +397,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
-        copies, saved = (
-            self.trained.low_precision_copies(self.config.torch_dtype),
-            self.checkpointing.saved_activations(),
-        )
-        with model as base, copies, saved:
+        copies = self.trained.low_precision_copies(self.config.torch_dtype)
+        with model as base, copies, self.checkpointing.saved_activations():
             return predicting_states(base, tokens, lengths, mask, routing)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
