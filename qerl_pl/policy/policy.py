@@ -110,8 +110,7 @@ class PolicyConfig:
         if self.finetune == "full" and self.adapter is not None:
             raise UserError(
                 f"full fine-tuning has no adapter to go on from; got model.policy.adapter {self.adapter}; set "
-                "model.policy.finetune to lora, or merge the adapter by `qerl export` or PEFT and name that model as "
-                "model.policy.path"
+                "model.policy.finetune to lora, or merge the adapter and name that model as model.policy.path"
             )
 
     @cached_property
