@@ -271,12 +271,7 @@ class _Pair:
         self.teacher = ChunkedLogits(teacher_hidden, teacher_head, temperature, chunk, teacher_soft_cap)
 
     def divergence(self, rows: slice, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The divergence at these rows, and factor times its gradient to the policy's logits before their soft cap.
-
-        Args:
-            rows: A chunk.
-            factor: Of each row, as the divergence; None leaves the gradient out.
-        """
+        """The divergence at these rows, and factor times its gradient to the policy's logits before their soft cap."""
         logits, teacher_logits = self.policy.logits(rows), self.teacher.logits(rows)
         slope = None if factor is None else self.policy.slope(logits)
         kl, grad = (self._by_triton if self.policy.triton else self._by_torch)(logits, teacher_logits, factor)

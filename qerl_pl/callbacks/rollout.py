@@ -334,10 +334,6 @@ class RolloutCallback(Callback, SamplingCallback):
 def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
     """The trainer's RolloutCallback.
 
-    Args:
-        trainer: Whose callbacks are searched.
-        needed_by: Name of the caller, for the error.
-
     Raises:
         UserError: The trainer has no RolloutCallback.
     """

@@ -53,7 +53,7 @@ def base_of(folder: str | Path) -> Path:
 
 
 def _saved_base(folder: Path, named: str | None) -> dict[str, Any] | None:
-    """The contents of `BASE_FILE`; None for an adapter of an earlier version, which has none.
+    """The contents of `BASE_FILE`; None for another program's adapter, which has none.
 
     Args:
         folder: Of the adapter.
@@ -77,11 +77,6 @@ def _saved_base(folder: Path, named: str | None) -> dict[str, Any] | None:
 
 def take_adapter(policy: Any, command: str, resume: object) -> None:
     """If a policy's path is an exported adapter, set the path to its base and `adapter` to the adapter.
-
-    Args:
-        policy: Configuration under model.policy; changed.
-        command: The subcommand.
-        resume: The value of --resume.
 
     Raises:
         UserError: The adapter is to be trained, --resume is set too, files are missing, or it is no plain LoRA.
@@ -156,11 +151,7 @@ def export(
 
 
 def _check_multimodal(model: str, base: Path, is_model: bool) -> None:
-    """Refuse to name weights as another model has them, or a complete model's.
-
-    Raises:
-        UserError: They are a complete model's, or `model` is known to have another text model than `base`.
-    """
+    """Refuse to name weights as another model has them, or a complete model's."""
     if is_model:
         raise UserError(
             f"--multimodal renames an adapter's weights; got {model} and a complete model to write; leave one out"

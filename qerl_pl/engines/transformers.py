@@ -38,10 +38,6 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     The filters apply in the order temperature, min-p, top-k, top-p. Temperature 0 gives the distribution at temperature
     1 without filters, as greedy decoding reports.
 
-    Args:
-        logits: [B, V], any floating-point type.
-        sampling: Temperature and filters.
-
     Returns:
         float32 [B, V]; -inf where a filter drops the token.
     """

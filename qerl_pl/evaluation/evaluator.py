@@ -203,12 +203,7 @@ class Evaluator:
         self._version = 0
 
     def use_cache(self, cache: SampleCache | None, extra: Mapping[str, SampleCache] | None = None) -> None:
-        """Take samples from a cache, and add new ones to it; None stops that.
-
-        Args:
-            cache: Of the greedy and the usual samples.
-            extra: Caches of the extra samplings, by name.
-        """
+        """Take samples from a cache, and add new ones to it; None stops that."""
         self._cache, self._extra_caches = cache, extra or {}
 
     def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:

@@ -148,7 +148,7 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a folder with dense weights, in evaluation mode, on the CPU, without gradients.
 
     Raises:
-        UserError: As `load_dense_state`, or the architecture is no causal language model of transformers.
+        UserError: As `iterate_dense`, or the architecture is no causal language model of transformers.
     """
     format_of(folder)  # first: it names what is wrong with a folder of no model
     config, state = load_config(folder), load_dense_state(folder, dtype)

@@ -122,7 +122,7 @@ class Family:
     assumed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Keys of config.json with the values that the policy computes, where they are given."""
     experts: Experts | None = None
-    """Of a mixture of experts. Its linears are not among `projections`; LoRA adapts its stacks on request."""
+    """Of a mixture of experts. Its linears are not among `projections`: they are frozen."""
     attention_in_vllm: str = "self_attn"
     """Name of a layer's attention in vLLM's model; here it is self_attn."""
     embedding_in_vllm: str = "embed_tokens"

@@ -21,9 +21,6 @@ class PackedDeltaNet(nn.Module):
 
     out(norm(gated_delta_rule(qkv(x), decay(a(x)), sigmoid(b(x)))) * silu(z(x))) with the norm of each head, in float32.
     The layers and parameters of the replaced transformers module become this module's, under the same names.
-
-    Args:
-        net: The transformers module.
     """
 
     A_log: Tensor

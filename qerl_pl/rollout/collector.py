@@ -137,7 +137,7 @@ class Collector:
         Args:
             prompts: The batch of all ranks.
             version: Policy version.
-            replacements: Draws the prompts that replace dropped groups; by default there are none.
+            replacements: Draws the prompts that replace dropped groups.
 
         Raises:
             UserError: A reward fails, or a log-probability is not finite.
@@ -384,12 +384,6 @@ def require_finite_logprobs(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], engine: str, version: int
 ) -> None:
     """Stop the run at a log-probability that is not finite, before the loss becomes NaN.
-
-    Args:
-        prompts: P prompts.
-        completions: The completions of each.
-        engine: Name of the engine, for the message.
-        version: Policy version, for the message.
 
     Raises:
         UserError: A log-probability is NaN or infinite; names the first such completion.

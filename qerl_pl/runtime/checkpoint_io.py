@@ -117,9 +117,6 @@ def resume_files(folder: Path) -> dict[Path, int]:
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The valid checkpoint of a run with the most rollouts; None if there is no checkpoint. Skips damaged ones.
 
-    Args:
-        run_dir: The run's folder (`trainer.default_root_dir`).
-
     Raises:
         UserError: All checkpoints are damaged: whether to start over is the user's decision.
     """

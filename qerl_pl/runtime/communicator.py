@@ -99,11 +99,6 @@ def warn_of_this_rank(log: logging.Logger, message: str, *arguments: object) -> 
     """Log a warning of any rank, prefixed with the rank if there are several.
 
     The command line disables warnings on ranks above 0, as they repeat those of rank 0; this one passes.
-
-    Args:
-        log: The logger.
-        message: Format string of the arguments.
-        arguments: Values for it.
     """
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         message, arguments = f"rank %d: {message}", (distributed.get_rank(), *arguments)
