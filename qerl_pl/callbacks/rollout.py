@@ -116,16 +116,15 @@ class RolloutCallback(Callback, SamplingCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load them; the collector shares the dictionary."""
         self._expected_lengths.clear()
-        self._expected_lengths.update(state_dict.get("expected_lengths", {}))
+        self._expected_lengths.update(state_dict["expected_lengths"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the data's state too: Lightning restores it only into a data module of the same class."""
         checkpoint[PROMPTS_KEY] = _data(trainer).state_dict()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse other prompts; checkpoints of earlier versions lack the key."""
-        if PROMPTS_KEY in checkpoint:
-            _data(trainer).load_state_dict(checkpoint[PROMPTS_KEY])
+        """Refuse other prompts."""
+        _data(trainer).load_state_dict(checkpoint[PROMPTS_KEY])
 
     # Engine --------------------------------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def export(
         raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
     state, given = load_saved(path)[CHECKPOINT_KEY], _run_config(run)
     config = _policy_config(run, given, state)
-    if state.get("lora") is not None:  # what the run started from may be gone
+    if state["lora"] is not None:  # what the run started from may be gone
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
     base = config.base_folder()
@@ -222,9 +222,7 @@ def _policy_config(run: Path, given: Any, state: dict[str, Any]) -> PolicyConfig
     """The policy's configuration from config.yaml, or for a run from Python from its checkpoint."""
     path = run / "config.yaml"
     if not path.is_file():
-        if "policy" in state:
-            return _built(state["policy"])
-        raise UserError(f"export reads the policy from the run's config.yaml; {run} has none; name a run's folder")
+        return _built(state["policy"])
     model = given.get("model") if isinstance(given, dict) else None
     policy = model.get("policy") if isinstance(model, dict) else None
     if not isinstance(policy, dict) or not {"path", "lora"} <= policy.keys():
