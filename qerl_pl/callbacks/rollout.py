@@ -7,12 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.callbacks.rollout_settings import (
-    EnvironmentConfig,
-    EvaluationConfig,
-    warn_of_filters,
-    warn_of_opened_tags,
-)
+from qerl_pl.callbacks.rollout_settings import EvaluationConfig, warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
@@ -30,7 +25,7 @@ from qerl_pl.rewards import (
     with_environment_reward,
 )
 from qerl_pl.rollout.collector import Collector, CollectorConfig
-from qerl_pl.rollout.dialogue_sampler import DialogueSampler
+from qerl_pl.rollout.dialogue_sampler import DialogueSampler, EnvironmentConfig
 from qerl_pl.rollout.metrics import slowest_seconds, timed
 from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.rollout.scoring import Scorer
