@@ -316,12 +316,6 @@ def family_of(model_type: str, source: object = "the model") -> Family:
     )
 
 
-def needs_eager_attention(config: PretrainedConfig) -> bool:
-    """Whether a model, of any family, has soft caps or sinks in its attention, which SDPA leaves out."""
-    family = find_family(config.model_type)
-    return family is not None and (family.score_cap is not None or family.sinks is not None)
-
-
 def logit_cap(config: PretrainedConfig) -> float | None:
     """Soft cap of the logits of a model of a known family; None where they have none."""
     key = family_of(config.model_type).logit_cap

@@ -34,7 +34,7 @@ class PackedDeltaNet(nn.Module):
         for name, child in net.named_children():
             self.add_module(name, child)
         self.A_log, self.dt_bias = net.A_log, net.dt_bias
-        self._key_heads, self._key_size, self._value_size = net.num_k_heads, net.head_k_dim, net.head_v_dim
+        self._key_heads, self._key_size = net.num_k_heads, net.head_k_dim
         self._eps = float(net.layer_norm_epsilon)
 
     @property

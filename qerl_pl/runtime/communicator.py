@@ -44,10 +44,6 @@ class Communicator:
         distributed.all_gather_object(values, value, group=self.objects)
         return values
 
-    def concatenate(self, values: Iterable[T]) -> list[T]:
-        """The lists of all ranks, concatenated by rank."""
-        return [value for gathered in self.all_gather(list(values)) for value in gathered]
-
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over all ranks in place, in flat buckets of at most `BUCKET` bytes.
 
