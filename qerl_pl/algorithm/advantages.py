@@ -126,11 +126,6 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
 
     `summed_group_advantages`, normalized over the batch: minus its mean, divided by its standard deviation + 1e-4.
 
-    Args:
-        rewards: Each reward [B] by name; NaN where it does not apply.
-        weights: Factor of each reward, by name.
-        group_size: G.
-
     Returns:
         [B], floating point; 0 where no reward applies. B may be 0.
 

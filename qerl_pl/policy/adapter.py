@@ -183,6 +183,9 @@ class LoraAdapter:
     def start_from(self, start: Mapping[str, Tensor]) -> None:
         """Load a saved adapter, and keep a copy as the reference policy. Norms that it lacks start as the base's.
 
+        Args:
+            start: Its tensors by PEFT's names.
+
         Raises:
             UserError: Names or shapes differ.
         """
