@@ -6,7 +6,6 @@ PyTorch, so that environments and their worker processes start at once.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
 
 
 def stream_seed(*name: int | str) -> int:
@@ -20,15 +19,3 @@ def stream_seed(*name: int | str) -> int:
     """
     digest = hashlib.sha256("\x1f".join(f"{type(item).__name__}:{item}" for item in name).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
-
-
-def sample_seeds(seed: int, stream: Sequence[int | str], prompt_id: str, samples: Iterable[int]) -> tuple[int, ...]:
-    """Seeds of a prompt's completions.
-
-    Args:
-        seed: Seed of the run.
-        stream: Purpose of the completions, such as ("rollout", version).
-        prompt_id: Id of the prompt.
-        samples: Indices of the completions.
-    """
-    return tuple(stream_seed(seed, *stream, prompt_id, sample) for sample in samples)

@@ -348,7 +348,8 @@ def test_a_group_with_equal_totals_has_a_signal_where_each_reward_is_normalized_
         config_of(rewards=[Even(), Odd()], resample_rounds=1),
         GRPO(multi_objective_aggregation=aggregation),
     )
-    found = Collector(config, Scripted(), Words(), objective, seed=7).collect(prompts, 4)  # type: ignore[arg-type]
+    collector = Collector(config, Scripted(), Words(), objective, seed=7)  # type: ignore[arg-type]
+    found = collector.collect(prompts, 4, lambda *_: [])
     signal = mixed if aggregation == "normalize_then_sum" else [False] * 30
     assert 0 < sum(mixed) < 30 and [record.trained for record in found.records[::4]] == signal
     assert found.metrics["completions/groups_without_signal_frac"] == signal.count(False) / 30

@@ -5,6 +5,7 @@ Buffers start poisoned (deterministic mode fills them with NaN), so an element t
 
 import math
 
+import plain_ops
 import pytest
 import torch
 from poisoned import in_pytorch, triton_on_poisoned_memory
@@ -54,7 +55,7 @@ def linear(rows, columns, rank=0, starts=(0,), with_bias=False):
     source = torch.randn(rows, columns, device=DEVICE) * 0.05
     source[:, :16] *= 1e-5  # scales that Marlin reads as zero
     with in_pytorch():
-        weight = marlin.to_marlin(quantize_nvfp4(source.bfloat16()))
+        weight = plain_ops.to_marlin(quantize_nvfp4(source.bfloat16()))
     bias = torch.randn(rows, device=DEVICE).bfloat16() if with_bias else None
     if not rank:
         return weight, bias, None, None
@@ -293,7 +294,7 @@ def test_no_tokens_give_none():
 
 
 def test_other_weights_types_and_backends_take_the_plain_way():
-    mx = marlin.to_marlin(quantize_mxfp4((torch.randn(64, 64) * 0.05).bfloat16().to(DEVICE)))
+    mx = plain_ops.to_marlin(quantize_mxfp4((torch.randn(64, 64) * 0.05).bfloat16().to(DEVICE)))
     nv, _, _, _ = linear(64, 64)
     x = tokens_of(2, 64)
     assert decode_gemm_supported(nv) and not decode_gemm_supported(mx)

@@ -28,7 +28,7 @@ from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
 from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions, pad_routing
-from qerl_pl.rollout.dialogue_sampler import DialogueConfig, DialogueJob, DialogueSampler, environment_row
+from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler, environment_row
 from qerl_pl.rollout.scoring import Scorer, last_turn
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
@@ -156,7 +156,7 @@ PROMPTS = [Prompt(f"p{n}", (1, 2), f"{'even' if n % 2 == 0 else 'odd'} {n}", str
 def sampler_of(pool: Any, **settings: Any) -> DialogueSampler:
     tokenizer = tokenizer_of("toy")
     end = tokenizer.convert_tokens_to_ids(end_of("toy"))
-    config = DialogueConfig(**{"tool_format": PATTERN, "max_turns": 3} | settings)
+    config = EnvironmentConfig(**{"tool_format": PATTERN, "max_turns": 3} | settings)
     return DialogueSampler(config, pool, tokenizer, [end], 200)
 
 

@@ -11,7 +11,7 @@ import torch
 from dialogue_helpers import TOOLS, Answering, LocalPool, Talking, end_of, expected_suffix, tokenizer_of
 
 from qerl_pl.rollout.collector import pad_completions
-from qerl_pl.rollout.dialogue_sampler import DialogueConfig, DialogueJob, DialogueSampler
+from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler, EnvironmentConfig
 from qerl_pl.toy.tokenizer import CHAT_TEMPLATE
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
@@ -52,7 +52,7 @@ FORMATS = {"qwen2.5": "auto", "qwen3": "auto", "llama3": "llama3_json", "toy": "
 def sampler_of(template: str, pool: LocalPool, thinks: bool = True, **settings: Any) -> DialogueSampler:
     tokenizer = tokenizer_of(template)
     end = tokenizer.convert_tokens_to_ids(end_of(template))
-    config = DialogueConfig(**{"tool_format": FORMATS[template], "max_tool_response_tokens": 60} | settings)
+    config = EnvironmentConfig(**{"tool_format": FORMATS[template], "max_tool_response_tokens": 60} | settings)
     kwargs = {} if thinks else {"enable_thinking": False}
     return DialogueSampler(config, pool, tokenizer, [end], 10_000, "Be brief.", kwargs)
 

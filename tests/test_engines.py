@@ -32,7 +32,7 @@ from qerl_pl.engines.vllm.linear_methods import check_marlin_shapes
 from qerl_pl.engines.vllm.requests import request_params
 from qerl_pl.engines.vllm.startup import vllm_errors_as_user_errors
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 VOCAB, EOS, RANK, ALPHA, MAX_TOKENS = 256, 1, 8, 16, 192
@@ -690,7 +690,7 @@ def test_an_nvfp4_base_becomes_the_same_dense_model_in_memory_and_on_disk(quanti
     assert sorted(path.name for path in quantized.parent.iterdir()) == ["dense", "nvfp4"], "no temporary folder is left"
     written = Qwen2ForCausalLM.from_pretrained(folder)
     assert written.dtype == torch.bfloat16
-    state, original = load_dense_state(quantized, torch.bfloat16), load_dense_state(base, torch.float32)
+    state, original = dict(iterate_dense(quantized, torch.bfloat16)), dict(iterate_dense(base, torch.float32))
     assert set(state) == set(original)
     for name, tensor in state.items():
         assert torch.equal(tensor, written.state_dict()[name]), name

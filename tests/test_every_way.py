@@ -15,7 +15,7 @@ from test_killed import in_a_fork
 
 from qerl_pl.cli.main import main
 from qerl_pl.formats.base import FORMATS
-from qerl_pl.formats.dense_checkpoint import load_dense_state
+from qerl_pl.formats.dense_checkpoint import iterate_dense
 from qerl_pl.modules import PolicyConfig
 from qerl_pl.modules.update import RunningUpdate
 
@@ -76,13 +76,13 @@ def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
     exported = load_file(tmp_path / "exported" / file)
     assert exported.keys() == learned.keys() and all(torch.equal(exported[name], learned[name]) for name in learned)
     if way == "full":
-        before = load_dense_state(tiny_policy_dir, torch.float32)
+        before = dict(iterate_dense(tiny_policy_dir, torch.float32))
         assert all((learned[name] != before[name]).any() for name in before)  # everything has moved
         return
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     base = PolicyConfig(path=str(tiny_policy_dir), quantization=WAYS[way]["quantization"]).base_folder()  # type: ignore[arg-type]
-    for name, weight in load_dense_state(base, torch.float32).items():
+    for name, weight in dict(iterate_dense(base, torch.float32)).items():
         stem = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{stem}.lora_A.weight" in learned:
             weight = weight + 2.0 * learned[f"{stem}.lora_B.weight"] @ learned[f"{stem}.lora_A.weight"]

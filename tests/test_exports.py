@@ -27,7 +27,7 @@ from qerl_pl.cli.export import _check_multimodal, _Merged
 from qerl_pl.cli.main import main
 from qerl_pl.cli.model_card import gguf_line
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
 from qerl_pl.formats.quantize import in_format
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.adapter import rename_to_multimodal
@@ -58,7 +58,7 @@ def test_rounding_takes_small_changes_and_leaves_large_ones(
 ) -> None:
     """Changes of random factors, of so much of the weights' norm."""
     base = in_format(tiny_policy_dir, quantization)
-    dense, generator, adapter = load_dense_state(base, torch.float32), torch.Generator().manual_seed(0), {}
+    dense, generator, adapter = dict(iterate_dense(base, torch.float32)), torch.Generator().manual_seed(0), {}
     for name in (name for name in dense if "_proj.weight" in name):
         (rows, columns), linear = dense[name].shape, name.removesuffix(".weight")
         a, b = torch.randn(4, columns, generator=generator), torch.randn(rows, 4, generator=generator)

@@ -12,8 +12,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from plain_ops import to_marlin
 from qerl_kernels import FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, NVFP4Tensor, StackedWeight, select_backend
-from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file
 from test_every_way import killed, written
 from test_killed import in_a_fork

@@ -183,11 +183,11 @@ def test_a_folder_is_one_processs_at_a_time_and_can_be_locked(tmp_path: Path, mo
             pass
 
 
-def test_checkpoints_to_resume_from_are_those_of_steps_and_ends_newest_first(tmp_path: Path) -> None:
+def test_checkpoints_to_resume_from_are_those_of_steps_newest_first(tmp_path: Path) -> None:
     for name in ("step=3.ckpt", "step=12.ckpt", "step=12.end.ckpt", "step=x.ckpt", "step=99.ckpt.tmp", "9.ckpt"):
         (tmp_path / name).touch()
     found = [(path.name, rollouts) for path, rollouts in resume_files(tmp_path).items()]
-    assert found == [("step=12.end.ckpt", 12), ("step=12.ckpt", 12), ("step=3.ckpt", 3)]
+    assert found == [("step=12.ckpt", 12), ("step=3.ckpt", 3)]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_checkpoints_to_resume_from_are_those_of_steps_and_ends_newest_first(tmp
     ids=str,
 )
 def test_a_checkpoint_fits_what_its_run_keeps_alone(own: dict[str, Any], message: str) -> None:
-    state = {"base": "abc", "scaling": 2.0, "teacher": "abc"}
-    check_fits(state, base="abc", finetune="lora", scaling=2.0, start=None, teacher="abc")
+    state = {"base": "abc", "finetune": "lora", "scaling": 2.0, "start": None, "teacher": "abc"}
+    check_fits(state, **state)
     check_fits(state | own, **own)
     check_fits({}, teacher="abc")
     with pytest.raises(UserError, match=f"{message}.* start another run$"):

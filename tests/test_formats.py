@@ -19,7 +19,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.engines.vllm.startup import runs
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, QUANTIZATIONS, QUANTIZED, format_of, format_of_config, named_format
-from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
 from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles, other_files, read_config
@@ -59,7 +59,7 @@ def test_a_frozen_weight_is_the_dense_one(base_format, folders: dict[str, Path])
         placed.append(tensor.clone())
         return placed[-1]
 
-    dense = load_dense_state(folders[base_format.name], torch.float32)
+    dense = dict(iterate_dense(folders[base_format.name], torch.float32))
     assert base_format.frozen_weight(HEAD, tensors, place) is None and not placed
     weight = base_format.frozen_weight(UP, tensors, place)
     if base_format.name == "none":  # its linears stay PyTorch's
@@ -73,7 +73,7 @@ def test_a_frozen_weight_is_the_dense_one(base_format, folders: dict[str, Path])
 
 @pytest.mark.parametrize("base_format", OF_LINEARS, ids=lambda base_format: base_format.name)
 def test_shapes_are_those_of_the_dense_checkpoint(base_format, folders: dict[str, Path]) -> None:
-    dense = load_dense_state(folders[base_format.name], torch.float32)
+    dense = dict(iterate_dense(folders[base_format.name], torch.float32))
     shapes = base_format.dense_shapes(TensorFiles(folders[base_format.name]))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in dense.items()}
 
@@ -84,7 +84,7 @@ def test_shapes_are_those_of_the_dense_checkpoint(base_format, folders: dict[str
 def test_the_report_holds_every_matrix_error(folders: dict[str, Path], name: str, least: float, most: float) -> None:
     """Four bits lose about 0.009 of Gaussian weights' squares."""
     report = json.loads((folders[name] / "quantization_report.json").read_text())
-    source, dense = load_file(folders["none"] / "model.safetensors"), load_dense_state(folders[name], torch.float32)
+    source, dense = load_file(folders["none"] / "model.safetensors"), dict(iterate_dense(folders[name], torch.float32))
     errors = report["relative_squared_error"]
     assert errors.keys() == {name for name in source if "_proj.weight" in name} and len(errors) == 14
     for matrix, error in errors.items():
@@ -128,7 +128,7 @@ def test_a_16_bit_folder_is_quantized_once_and_a_quantized_one_is_not_again(
 def test_every_tensor_that_is_no_linears_reads_alike(folders: dict[str, Path]) -> None:
     stored = load_file(folders["none"] / "model.safetensors")
     for folder in folders.values():
-        dense = load_dense_state(folder, torch.float32)
+        dense = dict(iterate_dense(folder, torch.float32))
         assert dense.keys() == stored.keys()
         assert all(torch.equal(dense[name], stored[name]) for name in stored if "_proj" not in name)
 
@@ -362,7 +362,7 @@ def test_the_format_of_the_page_holds_a_policy(own: str, tiny_policy_dir: Path) 
     config = PolicyConfig(path=str(tiny_policy_dir), quantization=own, dtype="float32")
     folder = config.base_folder()
     assert folder == config.base_folder() and "Float8" in folder.name
-    stored, dense, exact = TensorFiles(folder), load_dense_state(folder, torch.float32), tiny_policy_dir
+    stored, dense, exact = TensorFiles(folder), dict(iterate_dense(folder, torch.float32)), tiny_policy_dir
     assert {name for name in stored if name.startswith(UP)} == {f"{UP}.weight_codes", f"{UP}.weight_scale"}
     assert stored.read(f"{UP}.weight_codes").dtype == torch.float8_e4m3fn
     weight, error = load_file(exact / "model.safetensors")[f"{UP}.weight"], dense[f"{UP}.weight"]

@@ -8,7 +8,7 @@ from fit_helpers import fit, fit_on_ranks
 from safetensors.torch import load_file
 from test_ranks import learned, same_run, settings
 
-from qerl_pl.formats.dense_checkpoint import load_dense_state
+from qerl_pl.formats.dense_checkpoint import iterate_dense
 from qerl_pl.runtime import communicator
 
 ROLLOUTS, STEPS = 3, 4
@@ -41,5 +41,5 @@ def test_two_ranks_end_with_the_same_weights_which_are_those_of_one(tiny_policy_
     first, second, saved = load_file(two / "rank0.safetensors"), load_file(two / "rank1.safetensors"), learned(two)
     assert first.keys() == second.keys() == saved.keys()
     assert all(torch.equal(first[name], second[name]) and torch.equal(first[name], saved[name]) for name in first)
-    before = load_dense_state(tiny_policy_dir, torch.float32)
+    before = dict(iterate_dense(tiny_policy_dir, torch.float32))
     assert all((saved[name] != before[name]).any() for name in before)

@@ -24,7 +24,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats import quantize
 from qerl_pl.formats.base import FORMATS, format_of
 from qerl_pl.formats.calibration import calibrate_checkpoint
-from qerl_pl.formats.dense_checkpoint import load_dense_state, validate_checkpoint, write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import iterate_dense, validate_checkpoint, write_dense_checkpoint
 from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import local_folder, quantize_checkpoint
 from qerl_pl.models.families import family_of
@@ -63,7 +63,7 @@ def test_a_published_checkpoint_is_read_as_transformers_reads_it(published: Path
     theirs = AutoModelForCausalLM.from_pretrained(
         published, dtype=torch.float32, quantization_config=dequantized, attn_implementation="eager"
     )
-    ours = load_dense_state(published, torch.float32)
+    ours = dict(iterate_dense(published, torch.float32))
     assert bits(ours) == bits(theirs.state_dict())
     shapes = format_of(base).dense_shapes(TensorFiles(base))
     assert shapes == {name: tuple(tensor.shape) for name, tensor in ours.items()}
@@ -102,9 +102,9 @@ def test_sixteen_bits_are_quantized_to_what_is_published(source: Path, published
         name for name in expected if expected[name].dtype == torch.uint8
     }
     report = json.loads((folder / "quantization_report.json").read_text())["relative_squared_error"]
-    dense, exact = load_dense_state(folder, torch.float32), load_dense_state(source, torch.float32)
+    dense, exact = dict(iterate_dense(folder, torch.float32)), dict(iterate_dense(source, torch.float32))
     assert set(report) == {name for name in dense if not torch.equal(dense[name], exact[name])}
-    by_lookup = load_dense_state(published, torch.float32)
+    by_lookup = dict(iterate_dense(published, torch.float32))
     for name, error in report.items():
         squares = exact[name].square().sum()
         assert error == pytest.approx(((dense[name] - exact[name]).square().sum() / squares).item(), rel=1e-4)

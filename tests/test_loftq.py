@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_checkpoint import load_dense_state
+from qerl_pl.formats.dense_checkpoint import iterate_dense
 from qerl_pl.formats.loftq import low_rank
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
@@ -46,7 +46,7 @@ def test_the_adapter_is_the_best_of_its_rank_and_the_base_is_the_same(
     quantize_checkpoint(tiny_policy_dir, tmp_path / "plain", kind, device="cpu")
     plain, base = (load_file(path / "model.safetensors") for path in (tmp_path / "plain", folder))
     assert plain.keys() == base.keys() and all(map(torch.equal, plain.values(), base.values()))
-    source, stored = load_dense_state(tiny_policy_dir, torch.float32), load_dense_state(folder, torch.float32)
+    source, stored = dict(iterate_dense(tiny_policy_dir, torch.float32)), dict(iterate_dense(folder, torch.float32))
     adapter = load_file(folder / "loftq" / "adapter_model.safetensors")
     assert len(adapter) == 2 * 2 * 7  # A and B of seven linears in two layers
     for name in (name for name in source if name.endswith("_proj.weight")):
@@ -76,7 +76,7 @@ def test_a_policy_that_starts_from_it_is_nearer_to_16_bits(tiny_policy_dir: Path
     started = logprobs(folder, kind, folder / "loftq")
     assert (started - exact).norm() < 0.9 * (rounded - exact).norm()
     model = AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32)
-    model.load_state_dict(load_dense_state(folder, torch.float32), strict=False)
+    model.load_state_dict(dict(iterate_dense(folder, torch.float32)), strict=False)
     peft = PeftModel.from_pretrained(model, str(folder / "loftq"))
     theirs = peft(tokens).logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     torch.testing.assert_close(started[:, 1:], theirs.detach(), rtol=1e-4, atol=1e-4)

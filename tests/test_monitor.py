@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from fit_helpers import configuration
+from plain_ops import to_marlin
 from qerl_kernels import MarlinRows
-from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import NVFP4Tensor
 from safetensors.torch import load_file
 from short_run import data, trainer_of

@@ -17,7 +17,7 @@ from qerl_pl.engines.base import EngineSpec
 from qerl_pl.engines.vllm.linear_methods import shared_rows, why_not_shared
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.dense_checkpoint import load_dense_state
+from qerl_pl.formats.dense_checkpoint import iterate_dense
 from qerl_pl.formats.nf4 import NF4Format, NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles
@@ -88,7 +88,7 @@ def nf4(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_bitsandbytes_and_transformers_read_a_checkpoint(nf4: Path) -> None:
-    stored, dense = load_file(nf4 / "model.safetensors"), load_dense_state(nf4, torch.float32)
+    stored, dense = load_file(nf4 / "model.safetensors"), dict(iterate_dense(nf4, torch.float32))
     parts = {name.removeprefix(f"{UP}."): tensor for name, tensor in stored.items() if name.startswith(f"{UP}.weight.")}
     state = functional.QuantState.from_dict(parts, CPU)
     assert torch.equal(functional.dequantize_4bit(stored[f"{UP}.weight"], state), dense[f"{UP}.weight"])

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import plain_ops
 import pytest
 import torch
 from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
@@ -19,7 +20,6 @@ from qerl_kernels import (
     nvfp4_global_scale,
     quantize_mxfp4,
     quantize_nvfp4,
-    reference,
     select_backend,
     selected_backend,
 )
@@ -156,7 +156,7 @@ def head_inputs(dtype, tokens=11, hidden=6, vocabulary=17):
 def test_log_probability_and_entropy_worked_by_hand():
     # Logits (ln 1, ln 3) / 1 at one position give probabilities 1/4 and 3/4.
     hidden, head = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0986123]])
-    for op in (reference.token_logprobs, chunked_token_logprobs):
+    for op in (plain_ops.token_logprobs, chunked_token_logprobs):
         logprob, entropy = op(hidden, head, torch.tensor([1]))
         assert logprob.item() == pytest.approx(-0.2876821, abs=1e-6)
         assert entropy.item() == pytest.approx(0.5623351, abs=1e-6)
@@ -171,7 +171,7 @@ def test_log_probability_and_entropy_worked_by_hand():
 @pytest.mark.parametrize("soft_cap", [None, 1.5])
 def test_chunked_log_probabilities_and_gradients_equal_the_plain_ones(chunk, soft_cap):
     x, head, targets = head_inputs(torch.float64)
-    plain = reference.token_logprobs(x, head, targets, 0.7, soft_cap)
+    plain = plain_ops.token_logprobs(x, head, targets, 0.7, soft_cap)
     chunked = chunked_token_logprobs(x, head, targets, 0.7, chunk=chunk, soft_cap=soft_cap)
     torch.testing.assert_close(chunked, plain)
     torch.manual_seed(2)
@@ -195,15 +195,15 @@ def test_a_token_that_is_ruled_out_leaves_the_others_finite():
     logprob, entropy = chunked_token_logprobs(hidden, weight, targets, 1.0, chunk=4)
     (logprob + entropy).sum().backward()
     assert bool(torch.isfinite(torch.cat([logprob, entropy, x.grad.flatten(), head.grad.flatten()])).all())
-    torch.testing.assert_close((logprob, entropy), reference.token_logprobs(hidden, weight, targets))
+    torch.testing.assert_close((logprob, entropy), plain_ops.token_logprobs(hidden, weight, targets))
 
 
 def test_half_precision_gradients_are_as_good_as_the_plain_way():
     x, head, targets = head_inputs(torch.float32, tokens=64, hidden=32, vocabulary=200)
-    truth = torch.autograd.grad(sum(o.sum() for o in reference.token_logprobs(x, head, targets)), x)[0]
+    truth = torch.autograd.grad(sum(o.sum() for o in plain_ops.token_logprobs(x, head, targets)), x)[0]
     low = [t.detach().bfloat16().requires_grad_() for t in (x, head)]
     errors = []
-    for op in (reference.token_logprobs, chunked_token_logprobs):
+    for op in (plain_ops.token_logprobs, chunked_token_logprobs):
         gradient = torch.autograd.grad(sum(o.sum() for o in op(*low, targets)), low[0])[0]
         errors.append((gradient.float() - truth).norm() / truth.norm())
     assert errors[1] <= 2 * errors[0]
@@ -221,7 +221,7 @@ def test_without_the_entropys_gradient_the_log_probabilitys_is_the_same(soft_cap
     head = head.detach()
     options = {"chunk": 4, "entropy_gradient": False, "soft_cap": soft_cap}
     logprob, entropy = chunked_token_logprobs(x, head, targets, 0.7, **options)
-    plain, plain_entropy = reference.token_logprobs(x, head, targets, 0.7, soft_cap)
+    plain, plain_entropy = plain_ops.token_logprobs(x, head, targets, 0.7, soft_cap)
     torch.testing.assert_close((logprob, entropy), (plain, plain_entropy))
     assert not entropy.requires_grad
     weights = torch.linspace(-1, 1, 11, dtype=torch.float64)

@@ -5,9 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from plain_ops import reverse_kl
 from poisoned import in_pytorch, triton_on_poisoned_memory
 from qerl_kernels import chunked_reverse_kl
-from qerl_kernels.logprob import _default_chunk, reverse_kl
+from qerl_kernels.logprob import _default_chunk
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

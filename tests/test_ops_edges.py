@@ -1,5 +1,6 @@
 """Edges of the 4-bit formats, worked by hand, and what each path of the log-probabilities costs and passes on."""
 
+import plain_ops
 import pytest
 import torch
 from qerl_kernels import marlin, reference
@@ -70,16 +71,16 @@ def test_marlins_scales_by_hand():
         return torch.tensor([values]).to(torch.float8_e4m3fn)
 
     # The largest goes up to at most 448 by powers of two; what stays below 2**-6 after that is zero.
-    assert [marlin.scale_factor(scales(x)) for x in (448.0, 240.0, 224.0, 56.0, 0.0)] == [1.0, 1.0, 2.0, 8.0, 1.0]
+    assert [plain_ops.scale_factor(scales(x)) for x in (448.0, 240.0, 224.0, 56.0, 0.0)] == [1.0, 1.0, 2.0, 8.0, 1.0]
     for given, seen in (((448.0, 2.0**-7), (448.0, 0.0)), ((448.0, 2.0**-6),) * 2, ((56.0, 2.0**-9),) * 2):
-        held = marlin.marlin_scale(scales(*given))
+        held = plain_ops.marlin_scale(scales(*given))
         assert held.dtype == torch.float8_e4m3fn and held.float().tolist() == [list(seen)]
     assert marlin.marlin_alpha(None) == 1.0
 
 
 def test_a_whole_marlin_weight_is_read_by_default_and_no_other_slice():
     tensor = reference.quantize_nvfp4(torch.linspace(-1, 1, 128 * 16).view(128, 16))
-    words, scale, _ = marlin.to_marlin(tensor)
+    words, scale, _ = plain_ops.to_marlin(tensor)
     full = reference.dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.float32)
     assert torch.equal(marlin.dequantize_marlin(words, scale, torch.float32), full)
     for start, stop in ((0, 100), (64, 64), (-64, 64), (64, 192)):
@@ -111,7 +112,7 @@ def test_each_path_passes_on_its_gradients_at_its_price(trained, entropy_gradien
     leaves = {"hidden": torch.randn(5, 6), "head": torch.randn(17, 6)}
     wanted = [leaves[name].requires_grad_() for name in ("hidden", *trained)]
     targets = torch.tensor([0, 3, 16, 3, 8])
-    plain, plain_entropy = reference.token_logprobs(leaves["hidden"], leaves["head"], targets, 0.7)
+    plain, plain_entropy = plain_ops.token_logprobs(leaves["hidden"], leaves["head"], targets, 0.7)
     expected = torch.autograd.grad(plain.sum() + entropy_gradient * plain_entropy.sum(), wanted)
     with Products() as products_made:
         logprob, entropy = chunked_token_logprobs(
@@ -149,7 +150,7 @@ def test_without_a_gradient_there_is_one_product():
 
 def test_log_probabilities_of_half_precision_are_float32():
     hidden, head = torch.randn(5, 6).bfloat16(), torch.randn(17, 6).bfloat16()
-    assert [x.dtype for x in reference.token_logprobs(hidden, head, torch.arange(5))] == [torch.float32] * 2
+    assert [x.dtype for x in plain_ops.token_logprobs(hidden, head, torch.arange(5))] == [torch.float32] * 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_ops import mixture_reference, to_marlin
 from qerl_kernels import (
     DenseStack,
     ExpertBiases,
@@ -20,13 +21,11 @@ from qerl_kernels import (
     dequantize_nvfp4,
     experts,
     mixture_of_experts,
-    mixture_reference,
     quantize_mxfp4,
     quantize_nvfp4,
     selective_checkpoint_contexts,
     silu_product,
 )
-from qerl_kernels.marlin import to_marlin
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig

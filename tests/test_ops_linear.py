@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from plain_ops import marlin_scale, to_marlin
 from qerl_kernels import (
     AdaptedWeight,
     DenseWeight,
@@ -20,7 +21,6 @@ from qerl_kernels import (
     quantize_nvfp4,
     selective_checkpoint_contexts,
 )
-from qerl_kernels.marlin import marlin_scale, to_marlin
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 

@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 from poisoned import triton_on_poisoned_memory
-from qerl_kernels import sample_tokens
-from qerl_kernels.sampling import gumbel_noise, murmur3, philox, plain_sample_tokens, uniform
+from qerl_kernels import backend_for, sample_tokens
+from qerl_kernels.sampling import gumbel_noise, murmur3, philox, uniform
 
 pytestmark = pytest.mark.usefixtures(triton_on_poisoned_memory.__name__)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,9 +35,9 @@ def drawn(rows, vocabulary, dtype=torch.bfloat16, scale=3.0):
     return logits.to(DEVICE), given
 
 
-def sample(logits, given, run=sample_tokens, generator="philox"):
+def sample(logits, given, generator="philox"):
     temperatures, seeds, positions, requests, last = given
-    return run(logits, temperatures, seeds, positions, requests=requests, last=last, generator=generator)
+    return sample_tokens(logits, temperatures, seeds, positions, requests=requests, last=last, generator=generator)
 
 
 def loops(counter, key):
@@ -116,8 +116,9 @@ def test_tokens_worked_by_hand():
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_the_kernels_take_the_references_tokens(vocabulary, dtype, generator):
     logits, given = drawn(9, vocabulary, dtype)
-    tokens, logprobs = sample(logits, given, generator=generator)
-    expected, expected_logprobs = sample(logits, given, plain_sample_tokens, generator)
+    tokens, logprobs = sample(logits, given, generator)
+    with backend_for(torch.device("cpu")):
+        expected, expected_logprobs = sample(logits, given, generator)
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(logprobs, expected_logprobs, rtol=0, atol=1e-5)
     temperature = given[0][given[3].long()][:, None]
@@ -167,7 +168,8 @@ def test_tokens_come_as_often_as_their_probability_says(generator):
     logits = torch.tensor([2.0, -1.0, 0.3, 0.0, 3.1, -4.0, 1.2])
     rows = torch.arange(count)
     given = [torch.full((count,), temperature), rows // 500 - 20, rows % 500, rows, rows]
-    tokens, _ = sample(logits.expand(count, -1), given, plain_sample_tokens, generator)
+    with backend_for(torch.device("cpu")):
+        tokens, _ = sample(logits.expand(count, -1), given, generator)
     expected = count * (logits / temperature).softmax(-1)
     distance = ((tokens.bincount(minlength=7) - expected).square() / expected).sum().item()
     assert distance < 22.46  # chi-square of 6 degrees of freedom: above in one of a thousand

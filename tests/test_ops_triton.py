@@ -5,6 +5,7 @@ Output buffers start poisoned (deterministic mode fills them with NaN), so an el
 
 from typing import Any
 
+import plain_ops
 import pytest
 import torch
 import triton
@@ -81,7 +82,7 @@ def test_dequantize_mxfp4_is_bit_for_bit_the_references(shape):
 @pytest.mark.parametrize("shape", MARLIN_SHAPES)
 def test_dequantize_marlin_is_bit_for_bit_the_references(shape, mx):
     source = weight(*shape)
-    words, scale, _ = marlin.to_marlin(quantize_mxfp4(source) if mx else reference.quantize_nvfp4(source))
+    words, scale, _ = plain_ops.to_marlin(quantize_mxfp4(source) if mx else reference.quantize_nvfp4(source))
     for start in range(0, shape[0], max(64, shape[0] // 192 * 64)):
         expected = marlin.dequantize_marlin(words, scale, torch.bfloat16, start, mx=mx)
         assert torch.equal(tuned(dequantize_marlin, words, scale, torch.bfloat16, start, mx=mx), expected)
@@ -108,7 +109,7 @@ def test_every_choice_of_tiles_gives_the_same_bits(monkeypatch, kernel, choice, 
         inputs, options = tensor[:2], {}
     else:
         op, truth = dequantize_marlin, marlin.dequantize_marlin
-        inputs, options = marlin.to_marlin(tensor)[:2], {"mx": mx}
+        inputs, options = plain_ops.to_marlin(tensor)[:2], {"mx": mx}
     actual = tuned(op, *inputs, torch.bfloat16, **options)
     assert torch.equal(actual, truth(*inputs, torch.bfloat16, **options))
 
@@ -195,7 +196,7 @@ def head(dtype, tokens, vocabulary, width=32):
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
 def test_log_probabilities_and_gradients_equal_the_plain_ones(tokens, vocabulary, chunk, temperature, soft_cap):
     hidden, lm_head, targets = head(torch.float32, tokens, vocabulary)
-    plain = reference.token_logprobs(hidden, lm_head, targets, temperature, soft_cap)
+    plain = plain_ops.token_logprobs(hidden, lm_head, targets, temperature, soft_cap)
     ours = chunked_token_logprobs(hidden, lm_head, targets, temperature, chunk=chunk, soft_cap=soft_cap)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     torch.manual_seed(2)
@@ -209,7 +210,7 @@ def test_a_ruled_out_block_of_tokens_leaves_the_others_finite():
     x, lm_head, targets = head(torch.float32, 3, 5000)
     hidden, lm_head = ruled_out(x, lm_head, range(4200))  # the whole first block and more
     targets[:] = 4500
-    plain = reference.token_logprobs(hidden, lm_head, targets)
+    plain = plain_ops.token_logprobs(hidden, lm_head, targets)
     ours = chunked_token_logprobs(hidden, lm_head, targets)
     torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert bool(torch.isfinite(torch.autograd.grad(sum(o.sum() for o in ours), x)[0]).all())
@@ -226,8 +227,8 @@ def test_half_precision_log_probabilities_err_at_most_twice_as_much_as_the_plain
     lm_head = lm_head.detach()
     results = []
     for op, cast, options in (
-        (reference.token_logprobs, torch.float64, {}),
-        (reference.token_logprobs, torch.bfloat16, {}),
+        (plain_ops.token_logprobs, torch.float64, {}),
+        (plain_ops.token_logprobs, torch.bfloat16, {}),
         (chunked_token_logprobs, torch.bfloat16, {"chunk": 5}),
         (chunked_token_logprobs, torch.bfloat16, {"chunk": 5, "entropy_gradient": False}),
     ):
@@ -250,7 +251,7 @@ def test_log_probabilities_of_a_real_vocabulary_take_bounded_memory():
     logprob, entropy = chunked_token_logprobs(hidden, lm_head, targets, entropy_gradient=False)
     logprob.sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 2**29
-    truth, exact = reference.token_logprobs(hidden[:64].float(), lm_head.float(), targets[:64])
+    truth, exact = plain_ops.token_logprobs(hidden[:64].float(), lm_head.float(), targets[:64])
     torch.testing.assert_close(logprob[:64], truth, rtol=1e-2, atol=2e-2)
     torch.testing.assert_close(entropy[:64], exact, rtol=1e-2, atol=2e-2)
 
@@ -260,7 +261,7 @@ def test_log_probabilities_of_a_real_vocabulary_take_bounded_memory():
 @pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944)])
 def test_a_real_layers_gradients_err_at_most_twice_as_much_as_plain_bfloat16(shape):
     tensor = quantize_nvfp4(weight(*shape))
-    own, engines = NVFP4Weight(tensor), MarlinRows(marlin.to_marlin(tensor))
+    own, engines = NVFP4Weight(tensor), MarlinRows(plain_ops.to_marlin(tensor))
     factors = [torch.randn(32, shape[1], device=DEVICE) * 0.02, torch.randn(shape[0], 32, device=DEVICE) * 0.02]
     x0, g0 = torch.randn(512, shape[1], device=DEVICE), torch.randn(512, shape[0], device=DEVICE)
 

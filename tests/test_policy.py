@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
+from plain_ops import to_marlin
 from qerl_kernels import FrozenWeight, MarlinRows, NVFP4Tensor
-from qerl_kernels.marlin import to_marlin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM

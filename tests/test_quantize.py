@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
-from qerl_pl.formats.dense_checkpoint import load_dense_state, write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
 from qerl_pl.formats.quantize import backend_for, quantize_checkpoint
 from qerl_pl.models.folder import read_config, weight_map
 from qerl_pl.policy.policy import PolicyConfig
@@ -84,7 +84,7 @@ def test_transformers_loads_the_checkpoint_with_the_same_weights(quantized: Path
     with torch.no_grad():
         assert model(torch.arange(12).reshape(1, 12)).logits.isfinite().all()
     loaded = dict(model.named_parameters())  # dequantized by the first forward pass
-    dense = load_dense_state(quantized, torch.float32)
+    dense = dict(iterate_dense(quantized, torch.float32))
     projections = [name for name in dense if "_proj.weight" in name]
     assert len(projections) == 14
     for name in projections:  # transformers dequantizes to 16 bits
@@ -205,7 +205,7 @@ def test_large_checkpoints_are_sharded_with_an_index(
     monkeypatch.setattr("qerl_pl.models.folder.SHARD_BYTES", 50_000)
     quantize_checkpoint(tiny_policy_dir, tmp_path / "sharded")
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
-    one, many = (load_dense_state(folder, torch.float32) for folder in (quantized, tmp_path / "sharded"))
+    one, many = (dict(iterate_dense(folder, torch.float32)) for folder in (quantized, tmp_path / "sharded"))
     assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
 
 

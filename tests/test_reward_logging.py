@@ -93,7 +93,7 @@ def test_a_metric_is_the_mean_over_a_rollout_on_however_many_ranks(size: int) ->
     def work(ranks: Communicator) -> Any:
         config = config_of(rewards=[RewardFunction(lengths)])
         collector = Collector(config, Scripted(), Words(), DrGRPO(), seed=7, ranks=ranks)
-        return [collector.collect(batch, turn) for turn, batch in enumerate((PROMPTS, PROMPTS[:1]))]
+        return [collector.collect(batch, turn, lambda *_: []) for turn, batch in enumerate((PROMPTS, PROMPTS[:1]))]
 
     for found in [work(SINGLE_PROCESS)] if size == 1 else on_ranks(size, work):
         for experience in found:  # in the second, all but one rank have no prompts

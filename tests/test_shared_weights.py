@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
+from plain_ops import to_marlin
 from qerl_kernels import DenseWeight, FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, StackedWeight
-from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
 from safetensors.torch import load_file, save_file
 from tiny_families import write_checkpoint

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 from qerl_pl.chat.template import SYSTEM_PROMPT, render_prompt
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.dialogue_sampler import DialogueConfig, DialogueJob, DialogueSampler
+from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler, EnvironmentConfig
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy, demonstration_batch, game_demonstrator
 from qerl_pl.toy.task import ArithmeticTask, Problem, careful_demonstration, careless_demonstration
@@ -268,7 +268,7 @@ def test_demonstrations_are_the_tokens_of_a_dialogue(careless: bool) -> None:
         def says(request: RolloutRequest, plays: Any = plays) -> tuple[list[int], bool]:
             return [*tokenizer(next(plays)[0])["input_ids"], end], True
 
-        config = DialogueConfig(PATTERN, max_turns=4)
+        config = EnvironmentConfig(PATTERN, max_turns=4)
         sampler = DialogueSampler(config, LocalPool(Game), tokenizer, [end], 200)
         job = DialogueJob(Prompt("p", (), question, str(number)), 0)
         (found,) = sampler.sample(Talking(says), [job], SamplingConfig(max_tokens=200), 0)  # type: ignore[arg-type]

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from plain_ops import to_marlin
 from qerl_kernels import MarlinTensor, decode_gemm_linear, select_backend
-from qerl_kernels.marlin import to_marlin
 from qerl_kernels.reference import quantize_nvfp4
 from torch import Tensor, nn
 

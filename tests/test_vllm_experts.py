@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_ops import mixture_reference, to_marlin
 from qerl_kernels import (
     ExpertBiases,
     MarlinStack,
@@ -18,11 +19,9 @@ from qerl_kernels import (
     clamped_swiglu_reference,
     experts,
     mixture_of_experts,
-    mixture_reference,
     quantize_mxfp4,
     silu_product,
 )
-from qerl_kernels.marlin import to_marlin
 from test_ops_experts import EXPERTS, HIDDEN, INNER, matrices, padded_stack, stacks
 from torch import Tensor, nn
 from transformers import GptOssConfig

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from plain_ops import to_marlin
 from qerl_kernels import MarlinTensor, dequantize_marlin, marlin_alpha, quantize_mxfp4, quantize_nvfp4
-from qerl_kernels.marlin import to_marlin
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -22,7 +22,7 @@ from qerl_kernels.decode_gemm import (
     decode_gemm_supported,
 )
 from qerl_kernels.delta_rule import check_flash_linear_attention, gated_delta_rule
-from qerl_kernels.experts import ExpertBiases, mixture_of_experts, mixture_reference
+from qerl_kernels.experts import ExpertBiases, mixture_of_experts
 from qerl_kernels.frozen_weights import (
     DenseStack,
     DenseWeight,
@@ -77,7 +77,7 @@ __all__ = [
     "decode_gemm_supported",
     "dequantize_marlin", "dequantize_mxfp4", "dequantize_nvfp4", "dequantize_nvfp4_unscaled", "frozen_linear",
     "frozen_linears", "gated_delta_rule", "gelu_tanh_product", "last_addend", "leaves_out_last_addend", "marlin_alpha",
-    "mixture_of_experts", "mixture_reference", "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm",
+    "mixture_of_experts", "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm",
     "rotary", "sample_tokens", "select_backend", "select_backend_of", "selected_backend",
     "selective_checkpoint_contexts", "silu_product", "triton_available", "varlen_attention", "without_last_addend",
     "without_saving_products",

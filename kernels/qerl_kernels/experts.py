@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from qerl_kernels.backend import runs_triton
 from qerl_kernels.frozen_weights import StackedWeight
@@ -31,29 +30,6 @@ class ExpertBiases(NamedTuple):
     """[E, 2 I], in the order of the rows of the weights."""
     down: Tensor
     """[E, D]."""
-
-
-def mixture_reference(
-    x: Tensor,
-    topk_weights: Tensor,
-    topk_ids: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: Activation,
-    biases: ExpertBiases | None = None,
-    interleaved: bool = False,
-) -> Tensor:
-    """`mixture_of_experts` in plain PyTorch, by dense weights gate_up [E, 2 I, D] and down [E, D, I]."""
-    out = torch.zeros_like(x)
-    for expert in range(len(gate_up)):
-        bias, last_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
-        tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
-        rows = x[tokens]
-        hidden = functional.linear(rows, gate_up[expert], bias)
-        intermediate = activation(*_gates_and_ups(hidden, interleaved))
-        y = functional.linear(intermediate, down[expert], last_bias)
-        out = out.index_add(0, tokens, (topk_weights[tokens, slots, None] * y).to(x.dtype))
-    return out
 
 
 def mixture_of_experts(

@@ -23,10 +23,6 @@ def available(device: torch.device, head_size: int) -> bool:
     """Whether `forward` and `backward` run: the package is installed, the GPU is Hopper, the head size tested.
 
     Warns of a package that is installed and cannot be imported.
-
-    Args:
-        device: Of the tensors.
-        head_size: Elements of a head.
     """
     if device.type != "cuda" or not torch.cuda.is_available() or head_size not in HEAD_SIZES:
         return False

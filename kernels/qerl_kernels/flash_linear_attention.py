@@ -130,18 +130,9 @@ def _within_chunks(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, what reads the states, and total decays (base 2): float32 [S, ...].
 
-    Args:
-        q: [S, key heads, key size].
-        k: As q.
-        update: [S, value heads, value size]; so are grad and of_update.
-        total: Sums of log decays in a chunk, base 2: float32 [S, value heads].
-        grad: Of the result.
-        of_update: Gradient.
-        states: Before each chunk, [chunks, value heads, key size, value size].
-        of_states: Gradient of the states after it.
-        scale: Of the queries.
-        cu_seqlens: [B + 1].
-        chunk_indices: Sequence and number of each chunk in it, [chunks, 2].
+    q and k are [S, key heads, key size]; update, grad and of_update [S, value heads, value size]; total, sums of log
+    decays in a chunk, base 2, [S, value heads]; states before each chunk, and gradients of those after it, [chunks,
+    value heads, key size, value size]; chunk_indices, sequence and number of each chunk in it, [chunks, 2].
     """
     starts = cu_seqlens[chunk_indices[:, 0]] + CHUNK * chunk_indices[:, 1]
     rows = starts[:, None] + torch.arange(CHUNK, device=q.device)

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qerl_kernels.backend import runs_triton
-from qerl_kernels.reference import log_distributions
 
 CHUNK_BYTES = 320 * 2**20
 """Memory for a chunk's logits and their temporaries."""
@@ -26,7 +25,7 @@ def chunked_token_logprobs(
     chunk: int | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of its distribution, as `reference.token_logprobs`.
+    """Log-probability of each target token and entropy of its distribution.
 
     Gradients flow through both results to `hidden`, and to `lm_head` where it requires them. With a frozen lm_head and
     without the entropy's gradient the forward pass saves d logprob/d hidden, [M, D], and backward is one product with
@@ -219,7 +218,7 @@ def chunked_reverse_kl(
     teacher_soft_cap: float | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """KL(policy || teacher) of the next-token distributions at each position, as `reverse_kl`.
+    """KL(policy || teacher) of the next-token distributions at each position.
 
     Gradients flow to `hidden`, and to `lm_head` where it requires them. With a frozen lm_head the forward pass saves
     d KL / d hidden, [M, D], and backward is one product with it: three GEMMs in all. Otherwise backward recomputes both
@@ -244,21 +243,6 @@ def chunked_reverse_kl(
     eager = not lm_head.requires_grad and hidden.requires_grad and torch.is_grad_enabled()
     kl: Tensor = (_EagerReverseKL if eager else _RecomputedReverseKL).apply(*inputs)
     return kl
-
-
-def reverse_kl(
-    hidden: Tensor,
-    lm_head: Tensor,
-    teacher_hidden: Tensor,
-    teacher_head: Tensor,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-    teacher_soft_cap: float | None = None,
-) -> Tensor:
-    """`chunked_reverse_kl` in plain PyTorch: sum over the vocabulary of p (log p - log q), [M]."""
-    own = log_distributions(hidden, lm_head, temperature, soft_cap=soft_cap)
-    theirs = log_distributions(teacher_hidden, teacher_head, temperature, soft_cap=teacher_soft_cap)
-    return (own.exp() * (own - theirs)).sum(-1)
 
 
 def _default_chunk(
@@ -287,12 +271,7 @@ class _Pair:
         self.teacher = ChunkedLogits(teacher_hidden, teacher_head, temperature, chunk, teacher_soft_cap)
 
     def divergence(self, rows: slice, factor: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The divergence at these rows, and factor times its gradient to the policy's logits before their soft cap.
-
-        Args:
-            rows: A chunk.
-            factor: Of each row, as the divergence; None leaves the gradient out.
-        """
+        """The divergence at these rows, and factor times its gradient to the policy's logits before their soft cap."""
         logits, teacher_logits = self.policy.logits(rows), self.teacher.logits(rows)
         slope = None if factor is None else self.policy.slope(logits)
         kl, grad = (self._by_triton if self.policy.triton else self._by_torch)(logits, teacher_logits, factor)

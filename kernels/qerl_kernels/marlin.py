@@ -1,4 +1,4 @@
-"""vLLM's Marlin layout of 4-bit weights in closed form, to read, and for tests and benchmarks to write.
+"""vLLM's Marlin layout of 4-bit weights in closed form, to read.
 
 With n the output and k the input feature of a weight, its code is nibble `4*(k&1) + 2*((n>>3)&1) + ((k>>3)&1)` of word
 `(n//64)*128 + ((n%8)*4 + (k%8)//2)*4 + (n%64)//16` in row k//16, and its block's scale is column
@@ -6,18 +6,15 @@ With n the output and k the input feature of a weight, its code is nibble `4*(k&
 Rows can be read in slices at multiples of 64, so projections that vLLM fuses stay separate modules.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor, e2m1_values, e8m0_values
+from qerl_kernels.reference import e2m1_values, e8m0_values
 
 TILE = 64
 """Output features that the layout interleaves; slices start and end at its multiples."""
-SMALLEST_SCALE = 2.0**-6
-"""Marlin reads smaller block scales as zero."""
 
 
 class MarlinTensor(NamedTuple):
@@ -74,42 +71,3 @@ def check_rows(weight: Tensor, start: int, stop: int | None) -> tuple[int, int]:
             f"[{start}:{end}]; keep an own copy of this weight."
         )
     return start, end
-
-
-def to_marlin(tensor: NVFP4Tensor | MXFP4Tensor) -> MarlinTensor:
-    """Convert from the compressed-tensors layout as vLLM does at loading (which pads N to 64), for tests."""
-    rows, columns = len(tensor.packed), 2 * tensor.packed.shape[1]
-    if rows % TILE:
-        raise ValueError(f"Marlin's layout needs rows that are a multiple of {TILE}, got {rows}; pad the weight.")
-    codes = torch.stack((tensor.packed & 0xF, tensor.packed >> 4), dim=-1)
-    # (n tile, (n%64)//16, (n>>3)&1, n%8, k tile, (k>>3)&1, (k%8)//2, k&1)
-    nibbles = codes.view(-1, 4, 2, 8, columns // 16, 2, 4, 2).permute(4, 0, 3, 6, 1, 7, 2, 5)
-    nibbles = nibbles.reshape(columns // 16, 2 * rows, 8)
-    words = torch.zeros(nibbles.shape[:2], dtype=torch.int32, device=codes.device)
-    for i in range(8):
-        words |= nibbles[..., i].int() << 4 * i
-    if isinstance(tensor, MXFP4Tensor):
-        return MarlinTensor(words, _permute_scales(tensor.scale), None)
-    factor = scale_factor(tensor.scale)
-    halves = (marlin_scale(tensor.scale).float() * (factor * 2.0**7)).half()
-    scale = (halves.view(torch.int16) >> 7).to(torch.uint8)
-    global_scale = tensor.global_scale.reciprocal().reshape(()) * (2.0**119 / factor)
-    return MarlinTensor(words, _permute_scales(scale).view(torch.float8_e4m3fn), global_scale)
-
-
-def _permute_scales(scale: Tensor) -> Tensor:
-    """[N, blocks] -> [blocks, N] in Marlin's order."""
-    tiles = scale.view(-1, 2, 2, 2, 8, scale.shape[1])  # n tile, bits 5, 4 and 3 of n, n%8
-    return tiles.permute(5, 0, 4, 1, 3, 2).reshape(scale.shape[1], -1)
-
-
-def scale_factor(scale: Tensor) -> float:
-    """The power of two by which vLLM scales a weight's block scales up, to at most 448."""
-    largest = scale.float().amax().item()
-    return 1.0 if largest == 0 else 2.0 ** (math.frexp(448.0 / largest)[1] - 1)
-
-
-def marlin_scale(scale: Tensor) -> Tensor:
-    """Block scales as Marlin reads them: zero below 2**-6 after scaling, 3.5e-5 of the matrix's largest weight."""
-    seen = scale.float()
-    return torch.where(seen * scale_factor(scale) < SMALLEST_SCALE, 0.0, seen).to(scale.dtype)

@@ -98,24 +98,14 @@ class _Rotary(torch.autograd.Function):
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, the first factor rounded to its dtype as PyTorch's own operations round it.
-
-    Args:
-        gate: Any shape.
-        up: As `gate`.
-    """
+    """silu(gate) * up, the first factor rounded to its dtype as PyTorch's own operations round it."""
     if runs_triton(gate):
         return _SiluProduct.apply(gate, up)
     return functional.silu(gate) * up
 
 
 def gelu_tanh_product(gate: Tensor, up: Tensor) -> Tensor:
-    """gelu(gate) * up, GELU by its tanh approximation: PyTorch's two operations on every backend.
-
-    Args:
-        gate: Any shape.
-        up: As `gate`.
-    """
+    """gelu(gate) * up, GELU by its tanh approximation: PyTorch's two operations on every backend."""
     return functional.gelu(gate, approximate="tanh") * up
 
 

@@ -137,35 +137,6 @@ def dequantize_mxfp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     return _scaled(_decode(packed), e8m0_values(scale)).to(dtype)
 
 
-def token_logprobs(
-    hidden: Tensor,
-    lm_head: Tensor,
-    targets: Tensor,
-    temperature: float = 1.0,
-    soft_cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target token and entropy of its distribution, with [M, V] logits in memory.
-
-    Arguments and results are those of `chunked_token_logprobs`.
-    """
-    logp = log_distributions(hidden, lm_head, temperature, soft_cap)
-    entropy = -torch.xlogy(logp.exp(), logp.exp()).sum(-1)
-    return logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
-
-
-def log_distributions(
-    hidden: Tensor, lm_head: Tensor, temperature: float = 1.0, soft_cap: float | None = None
-) -> Tensor:
-    """Log-probabilities of all tokens [M, V], for the arguments of `chunked_token_logprobs`.
-
-    Logits are rounded to the dtype of `hidden`, as an engine's are, and divided by the temperature in float32.
-    """
-    logits = torch.nn.functional.linear(hidden, lm_head)
-    if soft_cap is not None:
-        logits = soft_cap * (logits / soft_cap).tanh()
-    return (logits.to(torch.promote_types(hidden.dtype, torch.float32)) / temperature).log_softmax(-1)
-
-
 def round_magnitude_(x: Tensor) -> Tensor:
     """Round non-negative float32 numbers in place to E2M1, ties to even, those above 6 to 6."""
     x.clamp_(max=E2M1_MAX)

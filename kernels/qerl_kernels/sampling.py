@@ -53,22 +53,6 @@ def sample_tokens(
         from qerl_kernels import triton_sampling
 
         return triton_sampling.sampled(logits, temperatures, seeds, positions, requests, last, generator == "murmur3")
-    return plain_sample_tokens(
-        logits, temperatures, seeds, positions, requests=requests, last=last, generator=generator
-    )
-
-
-def plain_sample_tokens(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    *,
-    requests: Tensor,
-    last: Tensor,
-    generator: Generator = "philox",
-) -> tuple[Tensor, Tensor]:
-    """`sample_tokens` in plain PyTorch."""
     temperature = temperatures[requests.long()].float()[:, None]
     greedy = temperature == 0
     scaled = logits.float() / torch.where(greedy, 1.0, temperature)

@@ -34,25 +34,6 @@ class Scores:
     """Factor of each reward, by name."""
 
 
-def batch_advantages(
-    scores: Scores, group_size: int, normalize: AdvantageNorm, aggregation: MultiObjectiveAggregation
-) -> tuple[Tensor, Tensor]:
-    """Advantages [B], of the summed rewards or GDPO's, and `groups_with_signal`; errors as `group_advantages`."""
-    if aggregation == "normalize_then_sum":
-        advantages = normalized_then_summed(scores.rewards, scores.weights, group_size)
-    else:
-        advantages = group_advantages(scores.total, group_size, normalize)
-    return advantages, groups_with_signal(scores, group_size, aggregation)
-
-
-def groups_with_signal(scores: Scores, group_size: int, aggregation: MultiObjectiveAggregation) -> Tensor:
-    """Whether the rewards of each group, as the advantages combine them, differ: bool [B / G]."""
-    combined = scores.total
-    if aggregation == "normalize_then_sum":
-        combined = summed_group_advantages(scores.rewards, scores.weights, group_size)
-    return have_differences(grouped(combined, group_size))
-
-
 def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm) -> Tensor:
     """Reward minus the group's mean reward, divided as `normalize` says.
 
@@ -144,11 +125,6 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
     """Advantages of several rewards, each normalized within its groups first: GDPO (arXiv 2601.05242).
 
     `summed_group_advantages`, normalized over the batch: minus its mean, divided by its standard deviation + 1e-4.
-
-    Args:
-        rewards: Each reward [B] by name; NaN where it does not apply.
-        weights: Factor of each reward, by name.
-        group_size: G.
 
     Returns:
         [B], floating point; 0 where no reward applies. B may be 0.

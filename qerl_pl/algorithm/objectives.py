@@ -17,8 +17,11 @@ from qerl_pl.algorithm.advantages import (
     AdvantageNorm,
     MultiObjectiveAggregation,
     Scores,
-    batch_advantages,
-    groups_with_signal,
+    group_advantages,
+    grouped,
+    have_differences,
+    normalized_then_summed,
+    summed_group_advantages,
 )
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
 from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection, correction_weights, named_correction
@@ -178,12 +181,19 @@ class Objective(ABC):
         return self.needs_teacher and self.distillation_divergence == "full_vocabulary"
 
     def advantages(self, scores: Scores, group_size: int) -> tuple[Tensor, Tensor]:
-        """Advantages [B], see `qerl_pl.algorithm.advantages.batch_advantages`, and each group's `signal`."""
-        return batch_advantages(scores, group_size, self.advantage_norm, self.multi_objective_aggregation)
+        """Advantages [B], of the summed rewards or GDPO's, and each group's `signal`; errors as `group_advantages`."""
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            advantages = normalized_then_summed(scores.rewards, scores.weights, group_size)
+        else:
+            advantages = group_advantages(scores.total, group_size, self.advantage_norm)
+        return advantages, self.signal(scores, group_size)
 
     def signal(self, scores: Scores, group_size: int) -> Tensor:
         """Whether the rewards of each group, as the advantages combine them, differ: bool [B / G]."""
-        return groups_with_signal(scores, group_size, self.multi_objective_aggregation)
+        combined = scores.total
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            combined = summed_group_advantages(scores.rewards, scores.weights, group_size)
+        return have_differences(grouped(combined, group_size))
 
     def training_mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
         """Tokens that train, bool [B, T]: `mask` without truncated completions (bool [B]) if these are masked."""

@@ -7,9 +7,10 @@ from qerl_pl.callbacks.monitor import Monitor
 from qerl_pl.callbacks.progress import RolloutLines
 from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import RolloutCallback
-from qerl_pl.callbacks.rollout_settings import EnvironmentConfig, EvaluationConfig
+from qerl_pl.callbacks.rollout_settings import EvaluationConfig
 from qerl_pl.callbacks.summary import RunSummary
 from qerl_pl.errors import Preempted
+from qerl_pl.rollout.dialogue_sampler import EnvironmentConfig
 
 __all__ = [
     "AdaptiveQuantizationNoise",

@@ -18,7 +18,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
-from qerl_pl.callbacks.rollout_settings import EnvironmentConfig
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
@@ -27,6 +26,7 @@ from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleR
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.rewards import Reward
+from qerl_pl.rollout.dialogue_sampler import EnvironmentConfig
 from qerl_pl.runtime.checks import ChecksFirst
 from qerl_pl.runtime.communicator import Communicator, writes_files
 from qerl_pl.runtime.files import atomic_write

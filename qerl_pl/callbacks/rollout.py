@@ -7,12 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.callbacks.rollout_settings import (
-    EnvironmentConfig,
-    EvaluationConfig,
-    warn_of_filters,
-    warn_of_opened_tags,
-)
+from qerl_pl.callbacks.rollout_settings import EvaluationConfig, warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
@@ -30,7 +25,7 @@ from qerl_pl.rewards import (
     with_environment_reward,
 )
 from qerl_pl.rollout.collector import Collector, CollectorConfig
-from qerl_pl.rollout.dialogue_sampler import DialogueSampler
+from qerl_pl.rollout.dialogue_sampler import DialogueSampler, EnvironmentConfig
 from qerl_pl.rollout.metrics import slowest_seconds, timed
 from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.rollout.scoring import Scorer
@@ -116,16 +111,15 @@ class RolloutCallback(Callback, SamplingCallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load them; the collector shares the dictionary."""
         self._expected_lengths.clear()
-        self._expected_lengths.update(state_dict.get("expected_lengths", {}))
+        self._expected_lengths.update(state_dict["expected_lengths"])
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the data's state too: Lightning restores it only into a data module of the same class."""
         checkpoint[PROMPTS_KEY] = _data(trainer).state_dict()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Refuse other prompts; checkpoints of earlier versions lack the key."""
-        if PROMPTS_KEY in checkpoint:
-            _data(trainer).load_state_dict(checkpoint[PROMPTS_KEY])
+        """Refuse other prompts."""
+        _data(trainer).load_state_dict(checkpoint[PROMPTS_KEY])
 
     # Engine --------------------------------------------------------------------------------------------------------
 
@@ -333,10 +327,6 @@ class RolloutCallback(Callback, SamplingCallback):
 
 def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
     """The trainer's RolloutCallback.
-
-    Args:
-        trainer: Whose callbacks are searched.
-        needed_by: Name of the caller, for the error.
 
     Raises:
         UserError: The trainer has no RolloutCallback.

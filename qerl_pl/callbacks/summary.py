@@ -51,8 +51,8 @@ class RunSummary(Callback):
         return {"train_seconds": self.train_seconds, "points": self.curves}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load them; the curves of an earlier version, which had no points, are left out."""
-        self.train_seconds, self.curves = state_dict["train_seconds"], state_dict.get("points", self.curves)
+        """Load them."""
+        self.train_seconds, self.curves = state_dict["train_seconds"], state_dict["points"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""

@@ -84,10 +84,6 @@ def render_prompts(
 class TemplateFrame:
     """What a chat template writes around a user's message, by which texts are known that it has rendered.
 
-    Args:
-        tokenizer: Has a chat template.
-        template_kwargs: Variables of the template.
-
     Raises:
         UserError: As `template_texts`.
     """
@@ -193,15 +189,7 @@ def cached_tensors(
     rows: Iterable[Any],
     make: Callable[[], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Tensors of rendered rows, from a cache on disk that one process of a machine fills and all of them map.
-
-    Args:
-        kind: Names the files.
-        tokenizer: A fast one.
-        settings: What the rendering depends on besides.
-        rows: What is rendered.
-        make: Renders.
-    """
+    """Tensors of rendered rows, from a cache on disk that one process of a machine fills and all of them map."""
     about = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, *settings]
     digest = hashlib.sha256()
     for item in chain([[*about, TEMPLATE_DATE.isoformat()]], rows):
@@ -274,9 +262,6 @@ class PartTokenizer:
     A SentencePiece tokenizer puts a space before a text; before a part of one it would be a token too many. There each
     part has the tokens that it has in the whole text; where a token would span two parts, the later one is tokenized
     without the space. Other tokenizers tokenize each part by itself.
-
-    Args:
-        tokenizer: The policy's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -41,19 +41,12 @@ class Parser(ArgumentParser):
     """Raises its errors as one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error.
-
-        Raises:
-            UserError: Always.
-        """
+        """Raise the error."""
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def answer(argv: Sequence[str]) -> bool:
     """Answer what needs no PyTorch, and check the command and its configuration files.
-
-    Args:
-        argv: Arguments after the program's name.
 
     Returns:
         Whether the command is done.

@@ -101,11 +101,6 @@ def named_module(name: str | None) -> type[PolicyModule]:
 def refuse_null(parser: ArgumentParser, config: Namespace, defaults: Namespace) -> None:
     """Refuse null, as which YAML reads an empty value, for keys that do not take it, and a value for a group of keys.
 
-    Args:
-        parser: Of all commands.
-        config: That it has read.
-        defaults: Of the command's run.
-
     Raises:
         ArgumentError: A key does not take null.
         UserError: A group is no mapping of keys.
@@ -134,11 +129,6 @@ def listed(given: Any) -> list[Any]:
 def complete(config: Namespace, defaults: Namespace, module: type[PolicyModule]) -> None:
     """Set what depends on other keys, and refuse keys that exclude each other.
 
-    Args:
-        config: Of the run, changed.
-        defaults: Of the command line.
-        module: Class of the module.
-
     Raises:
         UserError: Two keys exclude each other.
     """
@@ -157,11 +147,7 @@ def complete(config: Namespace, defaults: Namespace, module: type[PolicyModule])
 
 
 def _settle_callbacks(config: Namespace, defaults: Namespace) -> None:
-    """Switch off the top-level keys that `trainer.callbacks` replaces: those of a listed class, or all if it rolls out.
-
-    Raises:
-        UserError: A key of a listed class is set, too.
-    """
+    """Switch off the keys of callbacks that `trainer.callbacks` replaces: of a listed class, or all if it rolls out."""
     given = [resolve_name(one.class_path) for one in listed(config.trainer.callbacks) if isinstance(one, Namespace)]
     rolls_out = "rollout" in config and any(
         isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in given

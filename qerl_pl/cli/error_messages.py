@@ -59,13 +59,7 @@ _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULT
 
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
-    """The message for a user error; None for any other error, which keeps its traceback.
-
-    Args:
-        error: What stopped the program.
-        argv: Arguments after the program's name.
-        commands: Names of the program's commands.
-    """
+    """The message for a user error; None for any other error, which keeps its traceback."""
     causes = list(chain_of_causes(error))  # jsonargparse wraps errors of the classes that it builds
     for cause in causes:
         if isinstance(cause, UserError):

@@ -53,7 +53,7 @@ def base_of(folder: str | Path) -> Path:
 
 
 def _saved_base(folder: Path, named: str | None) -> dict[str, Any] | None:
-    """The contents of `BASE_FILE`; None for an adapter of an earlier version, which has none.
+    """The contents of `BASE_FILE`; None for another program's adapter, which has none.
 
     Args:
         folder: Of the adapter.
@@ -77,11 +77,6 @@ def _saved_base(folder: Path, named: str | None) -> dict[str, Any] | None:
 
 def take_adapter(policy: Any, command: str, resume: object) -> None:
     """If a policy's path is an exported adapter, set the path to its base and `adapter` to the adapter.
-
-    Args:
-        policy: Configuration under model.policy; changed.
-        command: The subcommand.
-        resume: The value of --resume.
 
     Raises:
         UserError: The adapter is to be trained, --resume is set too, files are missing, or it is no plain LoRA.
@@ -125,7 +120,7 @@ def export(
         raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
     state, given = load_saved(path)[CHECKPOINT_KEY], _run_config(run)
     config = _policy_config(run, given, state)
-    if state.get("lora") is not None:  # what the run started from may be gone
+    if state["lora"] is not None:  # what the run started from may be gone
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
     base = config.base_folder()
@@ -156,11 +151,7 @@ def export(
 
 
 def _check_multimodal(model: str, base: Path, is_model: bool) -> None:
-    """Refuse to name weights as another model has them, or a complete model's.
-
-    Raises:
-        UserError: They are a complete model's, or `model` is known to have another text model than `base`.
-    """
+    """Refuse to name weights as another model has them, or a complete model's."""
     if is_model:
         raise UserError(
             f"--multimodal renames an adapter's weights; got {model} and a complete model to write; leave one out"
@@ -231,9 +222,7 @@ def _policy_config(run: Path, given: Any, state: dict[str, Any]) -> PolicyConfig
     """The policy's configuration from config.yaml, or for a run from Python from its checkpoint."""
     path = run / "config.yaml"
     if not path.is_file():
-        if "policy" in state:
-            return _built(state["policy"])
-        raise UserError(f"export reads the policy from the run's config.yaml; {run} has none; name a run's folder")
+        return _built(state["policy"])
     model = given.get("model") if isinstance(given, dict) else None
     policy = model.get("policy") if isinstance(model, dict) else None
     if not isinstance(policy, dict) or not {"path", "lora"} <= policy.keys():

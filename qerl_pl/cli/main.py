@@ -197,7 +197,7 @@ class QeRLCLI(LightningCLI):
                 "model.class_path is read before other keys; it stands in a pipe, or in no file that -c names; "
                 "add --model.class_path"
             )
-        if self._module is QeRLModule:  # and RUN/config.yaml is one of earlier versions
+        if self._module is QeRLModule:  # so that RUN/config.yaml is the same with and without it
             config.model.pop("class_path", None)
         complete(config, defaults, self._module)
         if config.data.get("init_args", {}).get("seed", 0) is None:

@@ -74,7 +74,6 @@ def write_model_card(
         shutil.copyfile(run / "run.png", folder / "run.png")
     config, path = policy.config, run / "summary.json"
     summary = json.loads(path.read_bytes()) if path.is_file() else {}
-    complete = "held_out_reward_before" in summary  # an earlier version's has fewer values
     hub, base = _hub_name(config.path), Path(config.path or "Toy policy").name
     objective = flatten(given.get("model", {}).get("objective")).get("")
     formats = [] if config.quantization == "none" else [config.quantization]
@@ -100,8 +99,8 @@ def write_model_card(
         training=f"{STEP[kind]} of {kind}",
         versions=installed_versions(PACKAGES),
         plotted=plotted,
-        rows=summary_rows(summary) if complete else [],
-        finished=summary["steps"] if complete else steps,
+        rows=summary_rows(summary) if summary else [],
+        finished=summary.get("steps", steps),
         evaluation=_evaluation(run / "evaluation.json", policy),
         serving=_serving_of_the_card(config, merged, name, multimodal),
         config=public.strip(),

@@ -156,11 +156,8 @@ class ResumableDataModule(LightningDataModule, ABC):
     def _check_settings(self, stage: str, rows: int | None, held_out: int, weighted: int | None = None) -> None:
         """Check sizes, intervals and the trainer's other settings.
 
-        Args:
-            stage: fit, validate or test.
-            rows: Training rows, of which some may yet prove too long; None if none were read.
-            held_out: Rows of these that validation takes.
-            weighted: An epoch's training rows, if these are others than those that are not held out.
+        Of `rows`, None if none were read, some may yet prove too long; `weighted` are an epoch's, if these are others
+        than those that are not held out.
         """
         if rows is not None:
             self._check_sizes(rows, held_out, weighted)

@@ -62,13 +62,7 @@ class Conversation:
 
 
 class Conversations(Sequence[Conversation]):
-    """Conversations that are made when they are read: as Python's numbers they take seven times the memory.
-
-    Args:
-        use: First part of their ids.
-        tensors: Of all rows, see `packed`.
-        rows: Indices of those that are in it.
-    """
+    """Conversations that are made when they are read: as Python's numbers they take seven times the memory."""
 
     def __init__(self, use: str, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> None:
         self._use, self._tensors, self._rows = use, tensors, rows
@@ -182,11 +176,7 @@ class ConversationDataModule(ResumableDataModule):
         return None
 
     def _prepare(self, stage: str) -> None:
-        """Read, render and split the rows, once.
-
-        Raises:
-            UserError: Data is missing, malformed or smaller than a batch, or there is nothing to validate on.
-        """
+        """Read, render and split the rows, once."""
         if stage == "validate" and not self.val_size:
             raise UserError("validate needs held-out rows; got none, as data.val_size is 0; raise it")
         if self._train:

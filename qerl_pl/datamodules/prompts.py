@@ -117,12 +117,7 @@ class PromptDataModule(ResumableDataModule):
         return len(rows) - held_out
 
     def _prepare(self, stage: str) -> None:
-        """Read, render and split the rows, once per stage.
-
-        Raises:
-            UserError: Data is missing, malformed or smaller than a batch, there is no set to validate or test on, or
-                the tokenizer has no chat template.
-        """
+        """Read, render and split the rows, once per stage."""
         if "_train" not in vars(self):
             raise UserError(
                 f"a data module's __init__ calls super().__init__(); {type(self).__name__}'s does not; add the call"
@@ -208,11 +203,7 @@ class PromptDataModule(ResumableDataModule):
     def _held_out(
         self, sets: Callable[[], Mapping[str, Sequence[Row]]], single: Callable[[], Sequence[Row] | None]
     ) -> Mapping[str, Sequence[Row]] | None:
-        """The configuration's sets, or else the module's own; a single set of these has no name, nor have its metrics.
-
-        Raises:
-            UserError: A name cannot be part of a metric's name, or a set has other things than rows.
-        """
+        """The configuration's sets, or else the module's own; one by itself has no name, nor have its metrics."""
         owner, tables = type(self).__name__, self._tables or {}
         named = {name: table.rows(name, key=f"data.sets.{name}.path") for name, table in tables.items()} or sets()
         if not isinstance(named, Mapping):

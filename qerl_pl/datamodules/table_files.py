@@ -112,10 +112,7 @@ def read_file(file: Path) -> Sequence[Any]:
 def _read_csv(data: bytes, delimiter: str | None, file: Path) -> Sequence[Mapping[str, Any]]:
     """Rows of a UTF-8 text whose first line names the columns; every value is text.
 
-    Args:
-        data: The text.
-        delimiter: Separates values; None takes the comma, or what a first line without commas has in its place.
-        file: Names the file in errors.
+    Without a delimiter it is the comma, or what a first line without commas has in its place.
     """
     csv.field_size_limit(sys.maxsize)  # of a cell; by default 131,072 characters
     lines = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")

@@ -213,10 +213,6 @@ class TableConfig:
 def messages_of_text(value: Any, place: str) -> Any:
     """A list of messages of its JSON, or of what Python prints, as in CSV files; any other value as it is.
 
-    Args:
-        value: Of a column.
-        place: Where it stands, for errors.
-
     Raises:
         UserError: The text looks like messages, but is neither.
     """

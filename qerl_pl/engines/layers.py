@@ -63,12 +63,7 @@ UNRECORDED = -1
 
 
 class RoutingRecorder:
-    """The experts that each router selected in the last forward pass.
-
-    Args:
-        model: Of transformers, a mixture of experts.
-        family: Its family.
-    """
+    """The experts that each router selected in the last forward pass."""
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         assert family.experts is not None

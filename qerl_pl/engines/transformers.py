@@ -1,6 +1,6 @@
 """`TransformersEngine`: batched decoding with transformers, the readable reference of every engine."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,10 +37,6 @@ def sampling_log_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
     The filters apply in the order temperature, min-p, top-k, top-p. Temperature 0 gives the distribution at temperature
     1 without filters, as greedy decoding reports.
-
-    Args:
-        logits: [B, V], any floating-point type.
-        sampling: Temperature and filters.
 
     Returns:
         float32 [B, V]; -inf where a filter drops the token.
@@ -157,7 +153,7 @@ class TransformersEngine(RolloutEngine):
             if weights.noise is not None and name in self._noisy:
                 noise = weights.noise.of_norm(name, held.multiplier(clean))
             held.write(clean, noise)
-        return SyncReport(version=weights.version, noise_std=self._measured_std(self._noisy))
+        return SyncReport(version=weights.version, noise_std=self._measured_std())
 
     def _write_all_but_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy trained weights but for norms; return the norms' scales by module name."""
@@ -175,8 +171,9 @@ class TransformersEngine(RolloutEngine):
                 check_tensor(name, held.get(name), tensor).copy_(tensor)
         return norms
 
-    def _measured_std(self, names: Iterable[str]) -> float:
-        differences = [self._norms[name].scale.double() - self._norms[name].clean.double() for name in names]
+    def _measured_std(self) -> float:
+        norms = [self._norms[name] for name in self._noisy]
+        differences = [norm.scale.double() - norm.clean.double() for norm in norms]
         return torch.cat(differences).std(correction=0).item() if differences else 0.0
 
     @torch.inference_mode()

@@ -106,11 +106,6 @@ class EnvironmentPool:
 class Session:
     """One dialogue's environment. Calls are answered one after the other.
 
-    Args:
-        pool: Its pool.
-        row: Columns of the data.
-        seed: Of the worker's random numbers.
-
     Attributes:
         opened: What `reset` gave. A UserError if it kept raising or taking too long, or breaks the contract.
     """
@@ -212,11 +207,7 @@ class Session:
 
 
 class _Environments(ProcessPool):
-    """The pool's processes; not the pool, at whose end they end.
-
-    Args:
-        pool: The settings.
-    """
+    """The pool's processes; not the pool, at whose end they end."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self.limit = pool.time_limit
@@ -243,11 +234,7 @@ class _Environments(ProcessPool):
         return Opening(None, worker.made["tools"], worker.made["steps"])
 
     async def worker(self) -> WorkerProcess:
-        """A worker for a dialogue, in which the environment may have failed to be made.
-
-        Raises:
-            UserError: The environment cannot be imported.
-        """
+        """A worker for a dialogue, in which the environment may have failed to be made."""
         started = await asyncio.wrap_future(self.started)
         if "error" in started:
             self.raise_error("import", started)
@@ -266,11 +253,7 @@ class _Environments(ProcessPool):
             log.warning(message, *arguments)
 
     def raise_error(self, method: str, reply: Mapping[str, Any]) -> NoReturn:
-        """Raise the error of a method that must not fail.
-
-        Raises:
-            UserError: Always.
-        """
+        """Raise the error of a method that must not fail."""
         error = reply["error"]
         if reply.get("refused"):
             raise UserError(error)

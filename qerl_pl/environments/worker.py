@@ -45,12 +45,7 @@ class _NoText(_Refused):
 
 
 class Worker:
-    """Serves dialogues with one environment, sequentially.
-
-    Args:
-        factory: Makes the environment.
-        chars: Limit of an answer in characters.
-    """
+    """Serves dialogues with one environment, sequentially."""
 
     def __init__(self, factory: Callable[..., Any], chars: int) -> None:
         self.factory = factory

@@ -203,12 +203,7 @@ class Evaluator:
         self._version = 0
 
     def use_cache(self, cache: SampleCache | None, extra: Mapping[str, SampleCache] | None = None) -> None:
-        """Take samples from a cache, and add new ones to it; None stops that.
-
-        Args:
-            cache: Of the greedy and the usual samples.
-            extra: Caches of the extra samplings, by name.
-        """
+        """Take samples from a cache, and add new ones to it; None stops that."""
         self._cache, self._extra_caches = cache, extra or {}
 
     def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:
@@ -265,17 +260,17 @@ class Evaluator:
         for is_greedy, given in ((True, greedy), (False, sampling)):
             missing = [job for job in jobs if job not in answers and (job[1] is GREEDY) == is_greedy]
             for start in range(0, len(missing), size):
-                answers |= self._sample(prompts, missing[start : start + size], given, cache, name)
+                part = missing[start : start + size]
+                records = self._records(prompts, part, given, name)
+                if cache is not None:
+                    cache.put(records)
+                answers |= {job: record.graded for job, record in zip(part, records, strict=True)}
         return answers
 
-    def _sample(
-        self,
-        prompts: Sequence[Prompt],
-        jobs: Sequence[Job],
-        sampling: SamplingConfig,
-        cache: SampleCache | None,
-        name: str,
-    ) -> dict[Job, GradedAnswer]:
+    def _records(
+        self, prompts: Sequence[Prompt], jobs: Sequence[Job], sampling: SamplingConfig, name: str
+    ) -> list[SampleRecord]:
+        """Samples from the engine, graded."""
         stream = ("evaluation", name) if name else ("evaluation",)
         by_prompt = groupby(jobs, lambda job: job[0])
         wanted = [(prompts[index], [sample or 0 for _, sample in own]) for index, own in by_prompt]
@@ -295,6 +290,4 @@ class Evaluator:
             del completion["trained"], completion["extra"]
             row = row_digest(group.prompt)
             records.append(SampleRecord(set=name, sample=sample, correct=correct, answer=answer, row=row, **completion))
-        if cache is not None:
-            cache.put(records)
-        return {job: record.graded for job, record in zip(jobs, records, strict=True)}
+        return records

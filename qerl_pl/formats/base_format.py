@@ -147,12 +147,6 @@ class BaseFormat(ABC):
     def expert_stack(self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Place) -> StackedWeight:
         """Load a matrix of a layer's experts that the checkpoint stores in one stack, in 16 bits transposed.
 
-        Args:
-            stack: As for `stack_names`.
-            tensors: The checkpoint.
-            dtype: Of weights that are not quantized.
-            place: Moves a tensor to its device.
-
         Raises:
             UserError: The format stores no such stacks.
         """
@@ -310,13 +304,7 @@ class StoredExperts:
         return {tensor for linear in linears for tensor in self.base_format.tensor_names(linear)}
 
     def weight(self, matrix: str, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> StackedWeight:
-        """One of GATE_UP and DOWN of all experts.
-
-        Args:
-            matrix: Its name.
-            dtype: Of weights that are not quantized.
-            place: Puts a tensor where it stays.
-        """
+        """One of GATE_UP and DOWN of all experts."""
         if self.experts.stored_in_stacks:
             return self.base_format.expert_stack(f"{self.stacked}.{matrix}", self.tensors, dtype, place)
         return self.base_format.stacked_weight(self._linears(matrix), self.tensors, dtype, place)

@@ -13,7 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
-from qerl_pl.models.families import check_expert_names, find_family, needs_eager_attention, text_config
+from qerl_pl.models.families import check_expert_names, find_family, text_config
 from qerl_pl.models.folder import (
     ShardWriter,
     TensorFiles,
@@ -135,31 +135,24 @@ def iterate_dense(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tenso
         yield name, tensors.read(name) if family is not None and family.keeps_precision(name) else tensor
 
 
-def load_dense_state(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """State dict of `iterate_dense`.
-
-    Raises:
-        UserError: As `iterate_dense`.
-    """
-    return dict(iterate_dense(folder, dtype))
-
-
 def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The causal language model of a folder with dense weights, in evaluation mode, on the CPU, without gradients.
 
     Raises:
-        UserError: As `load_dense_state`, or the architecture is no causal language model of transformers.
+        UserError: As `iterate_dense`, or the architecture is no causal language model of transformers.
     """
     format_of(folder)  # first: it names what is wrong with a folder of no model
-    config, state = load_config(folder), load_dense_state(folder, dtype)
+    config, state = load_config(folder), dict(iterate_dense(folder, dtype))
+    family = find_family(config.model_type)
+    # SDPA has neither soft caps nor sinks.
+    eager = family is not None and (family.score_cap is not None or family.sinks is not None)
     model: PreTrainedModel = _causal_lm_class(folder, config).from_pretrained(
         None,
         config=config,
         state_dict=state,
         dtype=dtype,
-        attn_implementation="eager" if needs_eager_attention(config) else "sdpa",
+        attn_implementation="eager" if eager else "sdpa",
     )
-    family = find_family(config.model_type)
     for name, parameter in model.named_parameters():  # transformers has cast all
         if family is not None and family.keeps_precision(name):
             parameter.data = state[name].float()

@@ -409,8 +409,7 @@ class MXFP4StacksFormat(_Rounding, DenseFormat):
     remedy = "use none"
     stores_experts = True
 
-    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return quantization is not None and quantization.get("quant_method") == self.config["quant_method"]
+    recognises = BaseFormat.recognises
 
     def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
         return extra_setting(quantization or {}, STACKS_CONFIG, ("modules_to_not_convert",))

@@ -42,11 +42,7 @@ _SUFFIXES = ("absmax", "nested_absmax", "quant_map", "nested_quant_map", _STATE)
 
 
 def _functional() -> Any:
-    """The module `bitsandbytes.functional`, an optional dependency.
-
-    Raises:
-        UserError: bitsandbytes is not installed.
-    """
+    """The module `bitsandbytes.functional`, an optional dependency."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("an NF4 base needs bitsandbytes, which is not installed: pip install 'qerl-pl[baselines]'")
     return importlib.import_module("bitsandbytes.functional")

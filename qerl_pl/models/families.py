@@ -122,7 +122,7 @@ class Family:
     assumed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Keys of config.json with the values that the policy computes, where they are given."""
     experts: Experts | None = None
-    """Of a mixture of experts. Its linears are not among `projections`; LoRA adapts its stacks on request."""
+    """Of a mixture of experts. Its linears are not among `projections`: they are frozen."""
     attention_in_vllm: str = "self_attn"
     """Name of a layer's attention in vLLM's model; here it is self_attn."""
     embedding_in_vllm: str = "embed_tokens"
@@ -314,12 +314,6 @@ def family_of(model_type: str, source: object = "the model") -> Family:
         f"a base model must be of a known family; model_type in config.json of {source} is {model_type!r}, none of "
         f"{known}: add it as docs/adding-a-family.md shows"
     )
-
-
-def needs_eager_attention(config: PretrainedConfig) -> bool:
-    """Whether a model, of any family, has soft caps or sinks in its attention, which SDPA leaves out."""
-    family = find_family(config.model_type)
-    return family is not None and (family.score_cap is not None or family.sinks is not None)
 
 
 def logit_cap(config: PretrainedConfig) -> float | None:

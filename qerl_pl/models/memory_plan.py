@@ -67,7 +67,7 @@ def _saved_bytes(shape: Shape, batch: MicroBatch) -> int:
     size, tokens = batch.dtype.itemsize, batch.tokens
     if batch.checkpointing == "selective":
         attention = (1 + shape.gated) * shape.q_dim + (1 + shape.has_v) * shape.kv_dim
-        if size == 2 and _takes_flash(shape):  # attention's result and log-sum-exp
+        if size == 2 and not (shape.soft_capped or _large_heads(shape)):  # flash attention's result and log-sum-exp
             attention += shape.q_dim + 2 * shape.heads
         products = shape.hidden + (0 if _tiles(shape, batch) else 2 * shape.intermediate_size)
         products += shape.hidden if shape.normed_outputs or shape.shared_size else 0  # a second last linear
@@ -101,11 +101,6 @@ def _recomputed(shape: Shape, batch: MicroBatch, mixer: int) -> int:
 def _large_heads(shape: Shape) -> bool:
     """Whether heads are too large for flash attention: memory-efficient attention takes them."""
     return shape.q_dim // shape.heads > MAX_HEAD_SIZE
-
-
-def _takes_flash(shape: Shape) -> bool:
-    """Whether flash attention computes a layer in 16 bits."""
-    return not (shape.soft_capped or _large_heads(shape))
 
 
 def _attention(shape: Shape, batch: MicroBatch) -> int:

@@ -263,11 +263,7 @@ class Shape:
         return ((self.layers - self.delta_layers) * tokens - outside) * token + self.state_bytes(dtype)
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of a sequence's states in all gated delta nets, of any length.
-
-        Args:
-            dtype: Of activations.
-        """
+        """Bytes of a sequence's states in all gated delta nets, of any length."""
         return 0 if self.delta is None else self.delta_layers * self.delta.state_bytes(dtype)
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
@@ -298,11 +294,7 @@ class Shape:
 def _adapted(
     layers: int, targets: tuple[str, ...], delta: tuple[int, ...], without_v: tuple[int, ...]
 ) -> tuple[frozenset[str], ...]:
-    """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts.
-
-    Raises:
-        UserError: A target is the end of no linear's name.
-    """
+    """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts."""
     adapted, unknown = [], set(targets)
     for index in range(layers):
         names: set[str] = set()

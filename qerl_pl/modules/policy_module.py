@@ -369,7 +369,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None:
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
-        if self.trainer.state.fn == TrainerFn.FITTING and (kind := state.get("kind", self.kind)) != self.kind:
+        if self.trainer.state.fn == TrainerFn.FITTING and (kind := state["kind"]) != self.kind:
             raise UserError(
                 f"a run goes on as it began; the checkpoint is of {kind} and this is {self.kind}; export it, and start "
                 "another run from the adapter by model.policy.adapter"
@@ -382,7 +382,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             scaling=config.scaling,
             start=self.start_identity,
         )
-        steps = state.get("steps_per_batch", self.steps_per_batch)
+        steps = state["steps_per_batch"]
         if self.trainer.state.fn == TrainerFn.FITTING and steps != self.steps_per_batch:
             log.warning(
                 "the learning rate's schedule counts optimizer steps; a batch had %d of them and has %d now, so that "
@@ -392,7 +392,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             )
         self._is_changed = True
         self.policy.load_trained_state(state["trained"])
-        self.policy.checkpointing.load(state.get("recomputation"))
+        self.policy.checkpointing.load(state["recomputation"])
         self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]

@@ -169,15 +169,7 @@ class PolicyUpdate:
 
 
 class RunningUpdate:
-    """One update: the policy, its experience, and what is computed from them before the first step.
-
-    Args:
-        settings: Of the run.
-        policy: In training.
-        experience: This rank's completions.
-        backward: Adds a loss's gradients to the parameters'.
-        ranks: All training processes.
-    """
+    """One update: the policy, its experience, and what is computed from them before the first step."""
 
     def __init__(
         self,

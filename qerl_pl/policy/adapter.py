@@ -115,12 +115,7 @@ def _text(value: object) -> str:
 
 
 def rename_to_multimodal(folder: Path, base: str) -> None:
-    """Give a saved adapter of a text model the names that a model of text and images has for it, in place.
-
-    Args:
-        folder: Of the adapter.
-        base: Folder or hub name of that model.
-    """
+    """Give a saved adapter of a text model the names that a model of text and images has for it, in place."""
     weights, settings = folder / SAFETENSORS_WEIGHTS_NAME, folder / CONFIG_NAME
     renamed = {
         name.replace(".model.model.", ".model.model.language_model.", 1): t for name, t in load_file(weights).items()
@@ -186,12 +181,7 @@ def _targets(saved: Mapping[str, Any], linears: Collection[str], layers: int | N
     """Name suffixes of an adapter's linears, as its weights have them.
 
     The last components of the names where every layer has the same; the configuration's own where it lists suffixes;
-    else every linear's full name.
-
-    Args:
-        saved: The configuration.
-        linears: Names of the linears that have weights.
-        layers: Of the base; None where it is not known.
+    else every linear's full name. `layers` are the base's; None where it is not known.
     """
     last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
     found = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}

@@ -21,9 +21,6 @@ class PackedDeltaNet(nn.Module):
 
     out(norm(gated_delta_rule(qkv(x), decay(a(x)), sigmoid(b(x)))) * silu(z(x))) with the norm of each head, in float32.
     The layers and parameters of the replaced transformers module become this module's, under the same names.
-
-    Args:
-        net: The transformers module.
     """
 
     A_log: Tensor
@@ -37,7 +34,7 @@ class PackedDeltaNet(nn.Module):
         for name, child in net.named_children():
             self.add_module(name, child)
         self.A_log, self.dt_bias = net.A_log, net.dt_bias
-        self._key_heads, self._key_size, self._value_size = net.num_k_heads, net.head_k_dim, net.head_v_dim
+        self._key_heads, self._key_size = net.num_k_heads, net.head_k_dim
         self._eps = float(net.layer_norm_epsilon)
 
     @property

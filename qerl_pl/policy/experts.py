@@ -199,11 +199,7 @@ def use_packed_experts(
 
 
 def _activation(experts: Experts, stacked: Any, name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """act(gate) * up of transformers' experts `stacked` of the mixture `name`.
-
-    Raises:
-        UserError: The activation is unknown.
-    """
+    """act(gate) * up of transformers' experts `stacked` of the mixture `name`."""
     if experts.clamped:
         return partial(clamped_swiglu, alpha=stacked.alpha, limit=stacked.limit)
     activation = type(stacked.act_fn).__name__

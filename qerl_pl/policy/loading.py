@@ -164,12 +164,6 @@ def check_shared_weights(
 
     An engine that reads a scale or a layout otherwise would sample, and train, another base.
 
-    Args:
-        shared: Of an engine.
-        base_format: Of the checkpoint.
-        tensors: The checkpoint.
-        experts: Of the model's family.
-
     Raises:
         UserError: They differ.
     """

@@ -37,7 +37,7 @@ class FrozenLinear(nn.Module):
     def __init__(self, weight: FrozenWeight, bias: nn.Parameter | None, own: bool) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._weight = weight
+        self.packed = weight
         self.bias = bias
         if own:
             for name, tensor in weight.tensors().items():
@@ -47,18 +47,14 @@ class FrozenLinear(nn.Module):
     @property
     def qweight(self) -> Tensor:
         """A tensor of the weight; PEFT reads its device under this name."""
-        return next(iter(self._weight.tensors().values()))
+        return next(iter(self.packed.tensors().values()))
 
-    def forward(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
-        """x [..., K] -> [..., N] in x's data type; the product of `lora` is added in place."""
-        return frozen_linear(x, self._weight, self.bias, lora)
-
-    def adapted(self, b: Tensor, scaling: float) -> AdaptedWeight:
-        """Weight, bias and an adapter's B [N, r], for `frozen_linears`."""
-        return AdaptedWeight(self._weight, self.bias, b, scaling)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N] in x's data type."""
+        return frozen_linear(x, self.packed, self.bias)
 
     def extra_repr(self) -> str:
-        return f"{type(self._weight).__name__}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{type(self.packed).__name__}, in_features={self.in_features}, out_features={self.out_features}"
 
 
 ADAPTER = "default"
@@ -163,18 +159,16 @@ class LoraLinear(nn.Module):
 
     def adapted(self, b: Tensor) -> AdaptedWeight:
         """Weight, bias and the adapter's B [N, r], for `frozen_linears`."""
-        base, scaling = self.base_layer, self.scaling[ADAPTER]
-        if isinstance(base, FrozenLinear):
-            return base.adapted(b, scaling)
-        assert isinstance(base, nn.Linear)
-        return AdaptedWeight(DenseWeight(base.weight), base.bias, b, scaling)
+        return AdaptedWeight(*self._frozen(), b, self.scaling[ADAPTER])
 
     def _base(self, x: Tensor, lora: LoraFactors | None = None) -> Tensor:
+        return frozen_linear(x, *self._frozen(), lora)
+
+    def _frozen(self) -> tuple[FrozenWeight, Tensor | None]:
+        """Weight and bias."""
         base = self.base_layer
-        if isinstance(base, FrozenLinear):
-            return base(x, lora)
-        assert isinstance(base, nn.Linear)
-        return frozen_linear(x, DenseWeight(base.weight), base.bias, lora)
+        assert isinstance(base, nn.Linear | FrozenLinear)
+        return (base.packed if isinstance(base, FrozenLinear) else DenseWeight(base.weight)), base.bias
 
 
 def can_fuse_lora(linears: Sequence[nn.Module]) -> TypeGuard[Sequence[LoraLinear]]:

@@ -199,20 +199,7 @@ def _plain_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with a soft cap or sinks in plain PyTorch.
-
-    Args:
-        query: [B, heads, T, head size].
-        key: [B, key-value heads, T, head size].
-        value: As `key`.
-        scaling: As for `attention_of_rows`.
-        seen: bool [T, T], by query and key.
-        soft_cap: As for `attention_of_rows`.
-        sinks: As for `attention_of_rows`.
-
-    Returns:
-        [B, heads, T, head size].
-    """
+    """Attention with a soft cap or sinks in plain PyTorch, of [B, heads, T, head size]; `seen` is bool [T, T]."""
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     precise = torch.promote_types(query.dtype, torch.float32)  # as flash attention's scores are
     scores = query.to(precise) @ key.to(precise).transpose(-1, -2)

@@ -125,14 +125,7 @@ def check_same_tokens(teacher: Path, student: Path) -> None:
 
 
 class Teacher:
-    """A frozen model that computes log-probabilities of sampled tokens, or next-token distributions.
-
-    Args:
-        config: Where it is held.
-        folder: Local folder, in Hugging Face format.
-        dtype: Of the policy.
-        device: On which it computes.
-    """
+    """A frozen model that computes log-probabilities of sampled tokens, or next-token distributions."""
 
     def __init__(self, config: TeacherConfig, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device

@@ -230,16 +230,11 @@ def score(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> ScoredB
     return ScoredBatch(total.float().masked_fill(~applies, math.nan), scored)
 
 
-def is_async(reward: Reward) -> bool:
-    """Whether a reward, or the function that it calls, is defined by `async def`."""
-    functions = type(reward).__call__, getattr(reward, "function", None)
-    return any(map(inspect.iscoroutinefunction, functions))
-
-
 @contextmanager
 def _started(rewards: Sequence[Reward], samples: Sequence[RewardSample]) -> Iterator[dict[str, "Future[Any]"]]:
     """Run the asynchronous rewards in an event loop in a thread; cancel those that still run at the end."""
-    waiting = [reward for reward in rewards if is_async(reward)]
+    calls = [(reward, type(reward).__call__, getattr(reward, "function", None)) for reward in rewards]
+    waiting = [reward for reward, *functions in calls if any(map(inspect.iscoroutinefunction, functions))]
     if not waiting:
         yield {}
         return
@@ -362,10 +357,10 @@ def _describe(sample: RewardSample) -> str:
     return f"{row}prompt {_shorten(sample.prompt)!r}, completion {_shorten(sample.completion)!r}"
 
 
-def _shorten(text: str, limit: int = 120) -> str:
-    """Text on one line of at most `limit` characters; the end, with the answer, is not cut."""
+def _shorten(text: str) -> str:
+    """Text on one line of at most 120 characters; the end, with the answer, is not cut."""
     line = re.sub(r"\s+", " ", text).strip()
-    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
+    return line if len(line) <= 120 else f"{line[:60]} ... {line[-60:]}"
 
 
 def extract_answers(reward: Reward, completions: Sequence[str]) -> list[str | None]:

@@ -24,7 +24,6 @@ from qerl_pl.runtime.patience import Patience
 
 log = logging.getLogger(__name__)
 
-"""Pauses before a failed request is repeated: the first, and the limit to which they double."""
 _REPEATED = {408, 425, 429}
 """Status codes below 500 after which a request is repeated: too slow, too early, too many requests."""
 _REFUSED = {400, 413, 422}
@@ -259,11 +258,7 @@ class _Refused(Exception):
 
 
 def _key_variable(url: str, named: str | None) -> str | None:
-    """The variable with the key that an endpoint gets; None where it gets none.
-
-    Raises:
-        UserError: It is no name of a variable, or its key would be sent to another machine without encryption.
-    """
+    """The variable with the key that an endpoint gets; None where it gets none."""
     scheme, host = urlsplit(url).scheme, urlsplit(url).hostname or ""
     try:
         here = ip_address(host).is_loopback
@@ -309,13 +304,7 @@ class _Endpoint:
         await self._client.aclose()
 
     async def reply(self, request: dict[str, Any]) -> str:
-        """The text of the reply to a request.
-
-        Raises:
-            _Refused: The endpoint refuses this request.
-            UserError: The endpoint refuses requests, is no such endpoint, or fails until retries and patience are used
-                up.
-        """
+        """The text of the reply to a request; `_Refused` if the endpoint refuses this one."""
         settings = self._settings
         patience = Patience(settings.retries, settings.patience_s)
         async with self._free:
@@ -343,11 +332,7 @@ class _Endpoint:
                 await patience.pause()
 
     async def require_acceptance(self, request: dict[str, Any], refused: _Refused) -> None:
-        """Send a request without a completion, to tell whether the endpoint refuses all.
-
-        Raises:
-            UserError: It is refused as the earlier one.
-        """
+        """Send a request without a completion, to tell whether the endpoint refuses all."""
         try:
             await self.reply(request)
         except _Refused:

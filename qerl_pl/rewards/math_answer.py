@@ -95,11 +95,7 @@ class MathPool:
         return [str(forms[None, answer] or answer) for answer in answers]
 
     def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, Verdict]:
-        """The verdict on each pair; False where grading raises an exception or crashes.
-
-        Raises:
-            UserError: Workers are killed repeatedly, but not by their limits.
-        """
+        """The verdict on each pair; False where grading raises an exception or crashes."""
         waiting, verdicts, killed, twice = deque(pairs), dict[Pair, Verdict](), set[Pair](), set[Pair]()
         failed: dict[Pair, str] = {}
 

@@ -218,13 +218,7 @@ def _contradict(left: Any, right: Any) -> bool:
 
 
 def _same(expected: list[Any], values: list[Any], sets: bool) -> bool:
-    """Whether one of the values is one of the expected ones.
-
-    Args:
-        expected: Readings of the reference.
-        values: Readings of the answer.
-        sets: Whether an inequality is a set.
-    """
+    """Whether one of the values is one of the expected ones; `sets`: an inequality is a set."""
     for one in expected:
         for other in values:
             if not (isinstance(one, Relational | And)) and _equal_numbers(one, _side(other)):

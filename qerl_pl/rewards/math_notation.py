@@ -198,9 +198,7 @@ def _has_commas(text: str) -> bool:
 def _decimal(number: re.Match[str], constant: bool | None) -> str:
     """The decimal of a number such as 1.2e3, unless its e is Euler's number.
 
-    Args:
-        number: Match of mantissa, e, sign and exponent.
-        constant: Whether the reference has Euler's number; None in the reference itself.
+    Whether the reference has that `constant` is None in the reference itself.
     """
     mantissa, letter, sign, _ = number.groups()
     if sign and letter == "e" and (constant or (constant is None and "." not in mantissa and mantissa != "1")):

@@ -18,7 +18,7 @@ from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler
 from qerl_pl.rollout.metrics import rollout_metrics, slowest_seconds, timed
 from qerl_pl.rollout.scoring import Group, Scorer, gather_by_index
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.seeds import sample_seeds
+from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, Experience, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
@@ -28,11 +28,6 @@ WAIT_WARNING = 0.25
 
 ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
 """Draws prompts to replace dropped groups: (key of the draw, count, ids to exclude) -> up to `count` prompts."""
-
-
-def no_replacements(key: Sequence[int | str], count: int, exclude: Collection[str]) -> Sequence[Prompt]:
-    """Replaces no group."""
-    return []
 
 
 @dataclass(frozen=True)
@@ -129,15 +124,13 @@ class Collector:
         """What reward functions have logged in this rollout, by name."""
         self._missing_rewards: set[str] = set()
 
-    def collect(
-        self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts = no_replacements
-    ) -> Experience:
+    def collect(self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts) -> Experience:
         """Sample and score completions of a batch, by an engine that is awake and synced.
 
         Args:
             prompts: The batch of all ranks.
             version: Policy version.
-            replacements: Draws the prompts that replace dropped groups; by default there are none.
+            replacements: Draws the prompts that replace dropped groups.
 
         Raises:
             UserError: A reward fails, or a log-probability is not finite.
@@ -324,8 +317,10 @@ def sample_completions(
     if not wanted:
         return []
     if dialogues is None:
-        seeds = [sample_seeds(seed, stream, prompt.id, samples) for prompt, samples in wanted]
-        requests = [RolloutRequest(prompt.token_ids, own) for (prompt, _), own in zip(wanted, seeds, strict=True)]
+        requests = [
+            RolloutRequest(prompt.token_ids, tuple(stream_seed(seed, *stream, prompt.id, sample) for sample in samples))
+            for prompt, samples in wanted
+        ]
         return engine.generate(requests, sampling)
     jobs = [DialogueJob(prompt, sample) for prompt, samples in wanted for sample in samples]
     sampled = iter(dialogues.sample(engine, jobs, sampling, seed, *stream))
@@ -384,12 +379,6 @@ def require_finite_logprobs(
     prompts: Sequence[Prompt], completions: Sequence[Sequence[Completion]], engine: str, version: int
 ) -> None:
     """Stop the run at a log-probability that is not finite, before the loss becomes NaN.
-
-    Args:
-        prompts: P prompts.
-        completions: The completions of each.
-        engine: Name of the engine, for the message.
-        version: Policy version, for the message.
 
     Raises:
         UserError: A log-probability is NaN or infinite; names the first such completion.

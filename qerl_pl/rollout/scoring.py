@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -168,5 +169,5 @@ def last_turn(completion: Completion) -> list[int]:
 
 def gather_by_index(ranks: Communicator, indices: Sequence[int], values: Sequence[T]) -> list[T]:
     """All-gather of the ranks' values, ordered by their indices in the batch."""
-    gathered = ranks.concatenate(zip(indices, values, strict=True))
-    return [value for _, value in sorted(gathered, key=lambda pair: pair[0])]
+    gathered = ranks.all_gather(list(zip(indices, values, strict=True)))
+    return [value for _, value in sorted(chain.from_iterable(gathered), key=lambda pair: pair[0])]

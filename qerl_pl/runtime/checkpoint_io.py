@@ -21,8 +21,8 @@ from qerl_pl.runtime.files import writing
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
-STEP_FILE = re.compile(r"step=(\d+)(\.end)?\.ckpt")
-"""Checkpoints to resume from, by finished rollouts; of earlier versions the last one has `.end`."""
+STEP_FILE = re.compile(r"step=(\d+)\.ckpt")
+"""Checkpoints to resume from, by finished rollouts."""
 CHECKPOINT_KEY = "qerl"
 """Key of this package's state in a checkpoint."""
 
@@ -111,14 +111,11 @@ def _explain_damage(path: _PATH) -> Iterator[None]:
 def resume_files(folder: Path) -> dict[Path, int]:
     """Checkpoint files to resume from -> finished rollouts, from the newest on."""
     rollouts = {path: int(match[1]) for path in folder.glob("*") if (match := STEP_FILE.fullmatch(path.name))}
-    return dict(sorted(rollouts.items(), key=lambda item: (item[1], item[0].name), reverse=True))
+    return dict(sorted(rollouts.items(), key=lambda item: item[1], reverse=True))
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The valid checkpoint of a run with the most rollouts; None if there is no checkpoint. Skips damaged ones.
-
-    Args:
-        run_dir: The run's folder (`trainer.default_root_dir`).
 
     Raises:
         UserError: All checkpoints are damaged: whether to start over is the user's decision.
@@ -180,9 +177,8 @@ def check_fits(state: Mapping[str, Any], **own: Any) -> None:
     Raises:
         UserError: One of them differs.
     """
-    absent = own | {"finetune": "lora", "start": None}  # of earlier versions
     for key, value in own.items():
-        if (saved := state.get(key, absent[key])) != value:
+        if (saved := state.get(key, value)) != value:
             name, setting = KEPT[key]
             raise UserError(
                 f"a run keeps its {name}; the checkpoint's is {saved!s:.12} and this run's {value!s:.12}; set "

@@ -44,10 +44,6 @@ class Communicator:
         distributed.all_gather_object(values, value, group=self.objects)
         return values
 
-    def concatenate(self, values: Iterable[T]) -> list[T]:
-        """The lists of all ranks, concatenated by rank."""
-        return [value for gathered in self.all_gather(list(values)) for value in gathered]
-
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
         """Sum tensors over all ranks in place, in flat buckets of at most `BUCKET` bytes.
 
@@ -99,11 +95,6 @@ def warn_of_this_rank(log: logging.Logger, message: str, *arguments: object) -> 
     """Log a warning of any rank, prefixed with the rank if there are several.
 
     The command line disables warnings on ranks above 0, as they repeat those of rank 0; this one passes.
-
-    Args:
-        log: The logger.
-        message: Format string of the arguments.
-        arguments: Values for it.
     """
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         message, arguments = f"rank %d: {message}", (distributed.get_rank(), *arguments)

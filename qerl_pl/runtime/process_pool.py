@@ -41,11 +41,7 @@ T = TypeVar("T")
 
 
 def worker_variables(names: Iterable[str] = ()) -> dict[str, str]:
-    """Variables of the environment for worker processes: those that programs need to run, and no tokens.
-
-    Args:
-        names: Further variables to pass.
-    """
+    """Variables of the environment for worker processes: those that programs need to run, and no tokens."""
     named = set(names)
     return {
         name: value
@@ -66,14 +62,7 @@ def cores() -> int:
 
 
 class WorkerProcess:
-    """The trainer's side of a worker.
-
-    Args:
-        name: What messages call it.
-        number: Its number.
-        reader: Of its replies.
-        writer: Of requests.
-    """
+    """The trainer's side of a worker."""
 
     def __init__(self, name: str, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name, self.number, self.reader, self.writer = name, number, reader, writer

@@ -148,7 +148,7 @@ def measured(args: argparse.Namespace, folder: Path, device: torch.device) -> It
         collector = Collector(settings, engine, AutoTokenizer.from_pretrained(base), objective, seed=0)
         check_logprob_parity(engine, policy, prompts[:2], 0, 0, sampling.max_tokens, args.mismatch_bound)
         engine.sync(policy.weights(0, NormNoise(sigma, 0, 0)))
-        experience = collector.collect(prompts, 0).to(device)
+        experience = collector.collect(prompts, 0, lambda *_: []).to(device)
         old, sampler = trainer_logprobs(policy, experience, args.micro_batch_tokens), experience.sampler_logprobs
         lengths = []
         for length in args.lengths:

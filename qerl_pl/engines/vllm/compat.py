@@ -242,10 +242,6 @@ def check_records_routing(asked: bool, caches_prefixes: bool) -> None:
     """Refuse to record the experts of each token where the installed vLLM cannot.
 
     Since 0.31 its second model runner alone does, which needs Triton, and keeps them beside cached prefixes.
-
-    Args:
-        asked: Whether a run wants them recorded.
-        caches_prefixes: Whether the engine does.
     """
     from vllm.triton_utils import HAS_TRITON
 

@@ -39,11 +39,7 @@ _SUFFIX = ".routed_experts"
 
 
 def layers(model: Any) -> dict[str, Any]:
-    """Modules with a layer's experts, of a family's own class, too, by the base model's name "….mlp.experts".
-
-    Args:
-        model: vLLM's.
-    """
+    """Modules with a layer's experts, of a family's own class, too, by the base model's name "….mlp.experts"."""
     return {
         name.removesuffix(_SUFFIX): module
         for name, module in model.named_modules()
@@ -63,12 +59,7 @@ def kernel_name(module: Any) -> str:
 
 
 def computation_of(family: Family, config: Any) -> tuple[Activation, bool]:
-    """act(gate) * up as vLLM's model of a family computes it, and whether rows of gates and ups are interleaved.
-
-    Args:
-        family: The model's.
-        config: Of transformers.
-    """
+    """act(gate) * up as vLLM's model of a family computes it, and whether rows of gates and ups are interleaved."""
     if family.experts is None or not family.experts.clamped:
         return silu_product, family.experts is not None and family.experts.stored_in_stacks
     constants: Any = family.fixed_in_vllm(config)
@@ -78,11 +69,6 @@ def computation_of(family: Family, config: Any) -> tuple[Activation, bool]:
 
 def shared_experts(model: Any, family: Family, config: Any) -> dict[str, StackedWeight] | None:
     """Frozen weights of all experts that the trainer can use, by name in the base model.
-
-    Args:
-        model: vLLM's.
-        family: Of the model.
-        config: Of transformers.
 
     Returns:
         Empty for a model without experts; None where they are in another layout than Marlin's, or padded between gates
@@ -141,11 +127,7 @@ def _data(tensor: Tensor | None) -> Tensor | None:
 def _check(
     name: str, module: Any, gate_up: StackedWeight, down: StackedWeight, activation: Activation, interleaved: bool
 ) -> None:
-    """Compare vLLM's fused product with that of the dequantized weights.
-
-    Raises:
-        UserError: They differ.
-    """
+    """Refuse a fused product of vLLM that is not that of the dequantized weights."""
     found = difference(module, gate_up, down, PROBES, activation, interleaved)
     if not found <= TOLERANCE:
         raise UserError(
@@ -163,16 +145,7 @@ def difference(
     activation: Activation = silu_product,
     interleaved: bool = False,
 ) -> float:
-    """Relative difference between vLLM's fused product and that of the dequantized weights, both without biases.
-
-    Args:
-        module: vLLM's.
-        gate_up: Its gates and ups.
-        down: Its downs.
-        tokens: Number of tokens.
-        activation: act(gate) * up.
-        interleaved: Rows of gates and ups are interleaved.
-    """
+    """Relative difference between vLLM's fused product and that of the dequantized weights, both without biases."""
     experts, hidden, _ = down.shape
     generator, device = torch.Generator().manual_seed(0), module.w13_weight.device
     x = torch.randn(tokens, hidden, generator=generator, device="cpu").to(device, torch.bfloat16)

@@ -35,9 +35,6 @@ def graph_settings(max_num_seqs: int) -> dict[str, list[int]]:
 
     Without one, a step of 1024 sequences waits for the launches of its kernels: 70 ms in the 7B shape, where one of 512
     takes 24 (docs/measured.md).
-
-    Args:
-        max_num_seqs: Sequences decoded at once.
     """
     if max_num_seqs <= DEFAULT_GRAPH_TOKENS:
         return {}
@@ -132,9 +129,6 @@ def position_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
     Qwen's model cards add `rope_scaling` for YaRN and leave `max_position_embeddings` as it was. vLLM 0.30 expects that
     this key counts YaRN's factor, and refuses longer sequences; 0.25 multiplies by itself. Frequencies do not depend on
     it. Positions of three axes ("mrope") are one in text, and vLLM 0.25 has no others for a text model.
-
-    Args:
-        config: Of the model's config.json.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     longest = longest_sequence(config)

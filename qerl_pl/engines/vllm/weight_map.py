@@ -45,10 +45,6 @@ def fused_slices(model: Any, name: str, linear: Any, without_v: Collection[str] 
 def check_fixed(config: Any, family: Family) -> None:
     """Reject a model that vLLM would compute otherwise than its config says.
 
-    Args:
-        config: Of transformers.
-        family: The model's.
-
     Raises:
         UserError: A setting differs from what vLLM assumes.
     """
@@ -82,10 +78,6 @@ def shared_rows(linear: Any, slices: Sequence[FusedSlice]) -> dict[str, NF4Weigh
     """Frozen NF4 weights that the trainer can share, one for each slice of a vLLM linear.
 
     vLLM dequantizes the blocks' magnitudes when it loads; the weights are the same.
-
-    Args:
-        linear: vLLM's.
-        slices: All its slices.
 
     Returns:
         None where a slice is not stored by itself, in NF4's blocks.
@@ -123,12 +115,7 @@ class PlainMethod:
 
 
 def make_writable(modules: Iterable[Any], dtype: torch.dtype) -> None:
-    """Have linears and lm_head of the CPU build multiply by their `weight`, which `write` changes, as GPU builds do.
-
-    Args:
-        modules: vLLM's model's.
-        dtype: Of their weights.
-    """
+    """Have linears and lm_head of the CPU build multiply by their `weight`, which `write` changes, as GPU builds do."""
     for module in modules:
         if "cpu_linear" not in vars(module):
             continue
@@ -139,12 +126,7 @@ def make_writable(modules: Iterable[Any], dtype: torch.dtype) -> None:
 
 
 def fill(linears: Iterable[tuple[Any, Sequence[FusedSlice]]], folder: Path) -> None:
-    """Read the weights of linears after `make_writable` from the checkpoint that vLLM has loaded.
-
-    Args:
-        linears: vLLM's, each with all its slices.
-        folder: Dense checkpoint.
-    """
+    """Read the weights of linears after `make_writable` from the checkpoint that vLLM has loaded."""
     tensors = TensorFiles(folder)
     for linear, slices in linears:
         for name, start, stop in slices if linear.weight.dim() == 2 else ():  # a convolution has three
@@ -167,12 +149,6 @@ def write(
     norms: Collection[str],
 ) -> None:
     """Copy trained weights into vLLM's model, rounded to its data types.
-
-    Args:
-        tensors: By checkpoint name.
-        linears: vLLM's, each with all its slices.
-        model: vLLM's.
-        norms: Modules to leave out.
 
     Raises:
         UserError: vLLM's model has no such weight.
