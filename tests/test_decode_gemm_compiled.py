@@ -69,7 +69,7 @@ CASES = [
 ]
 REDUCED = [f"{tokens}x37888" for tokens in (8, 16, 32, 64, 128, 192, 384)]
 OTHERS = [f"{case} sm_{arch}" for arch in (80, 86, 89, 100, 120) for case in ("8x4608", "8x4608 reduced")]
-OTHERS += [f"32x4608 sm_{arch}" for arch in (80, 100, 120)]
+OTHERS += [f"32x4608 sm_{arch}" for arch in (80, 100)]
 WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.16.M88.2": 2}
 
 

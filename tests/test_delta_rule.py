@@ -64,7 +64,15 @@ def test_a_pinned_kernel_has_the_middle_one_of_its_configurations(count: int, mo
     assert [config.num_stages for config in kernel.fn.configs] == [count // 2]
 
 
-@pytest.mark.parametrize("wrong", ["", "zeros", "no number", "another scale", "another gradient"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "",
+        "no number",
+        "another gradient",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("zeros", "another scale")),
+    ],
+)
 def test_a_kernel_that_computes_otherwise_is_refused_before_the_first_pass(
     wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

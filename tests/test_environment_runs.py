@@ -154,6 +154,7 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_with_the_same_bits(
     assert first.keys() == second.keys() and all(torch.equal(second[name], first[name]) for name in first)
 
 
+@pytest.mark.nightly
 def test_two_ranks_are_one_run(game_policy_dir: Path, tmp_path: Path) -> None:
     runs = []
     for devices in (1, 2):

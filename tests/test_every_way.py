@@ -53,7 +53,7 @@ def killed(path: Path) -> None:
 
 @pytest.mark.usefixtures("process_state")
 @pytest.mark.parametrize(
-    "way", [way if way in ("nvfp4", "full") else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]
+    "way", [way if way == "nvfp4" else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]
 )
 def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
     tiny_policy_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], way: str

@@ -189,7 +189,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_base(tmp_path_factory.mktemp("reference"))
 
 
-@pytest.fixture(scope="module", params=list(RECIPES))
+EVERY_RUN = ("GRPO", "DAPO", "SAPO", "BNPO")
+"""Recipes of `make test`: with noise, penalties, corrections, filters, a dual clip; others run nightly."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in RECIPES],
+)
 def both(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Both:
     recipe, run = RECIPES[request.param], tmp_path_factory.mktemp("reference") / "run"
     real = fit(settings(recipe, base, run, POLICIES.get(request.param, {})))

@@ -117,7 +117,7 @@ class Renamed(ArithmeticDataModule):
     """Lightning keeps a data module's state by the name of its class, and hands it to no other."""
 
 
-@pytest.mark.parametrize("name", ["step=2", "step=4"])
+@pytest.mark.parametrize("name", ["step=2", pytest.param("step=4", marks=pytest.mark.nightly)])
 def test_other_prompts_are_refused_from_whatever_class_they_come(
     tiny_policy_dir: Path, tmp_path: Path, name: str
 ) -> None:

@@ -20,7 +20,6 @@ from test_families import (
     fixtures_of,
     policy_of,
     test_gradients_are_those_of_a_plain_model_without_dropout,
-    test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do,
     test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized_linears,
     test_trainer_and_engine_agree_with_an_adapter_on_every_linear_and_with_noise,
     test_what_is_recomputed_changes_no_bit_of_a_gradient,
@@ -41,7 +40,6 @@ from qerl_pl.policy.lora import FrozenLinear
 
 __all__ = [  # of every family; the fixtures below give them this one
     "test_gradients_are_those_of_a_plain_model_without_dropout",
-    "test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do",
     "test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized_linears",
     "test_trainer_and_engine_agree_with_an_adapter_on_every_linear_and_with_noise",
     "test_what_is_recomputed_changes_no_bit_of_a_gradient",
@@ -54,6 +52,12 @@ MLP = "model.layers.0.mlp"
 @wraps(test_families.test_a_run_is_killed_goes_on_bit_for_bit_and_exports)
 def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(**given: Any) -> None:
     test_families.test_a_run_is_killed_goes_on_bit_for_bit_and_exports(**given)
+
+
+@pytest.mark.nightly
+@wraps(test_families.test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do)
+def test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do(**given: Any) -> None:
+    test_families.test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do(**given)
 
 
 source, base, dense, sampled = fixtures_of("qwen3.5-moe")

@@ -287,6 +287,7 @@ for column in columns:
 """
 
 
+@pytest.mark.nightly
 def test_objects_in_columns_have_one_identity_in_every_process() -> None:
     found = []
     for seed in "01":
