@@ -33,7 +33,7 @@ def uniforms(seed: int, count: int) -> Tensor:
 
 
 def sampling_log_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Log-probabilities of the distribution that tokens are sampled from.
+    """Log-probabilities of the distribution that tokens are sampled from, of logits [B, V] of any floating-point type.
 
     The filters apply in the order temperature, min-p, top-k, top-p. Temperature 0 gives the distribution at temperature
     1 without filters, as greedy decoding reports.
