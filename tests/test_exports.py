@@ -230,9 +230,8 @@ def test_vllm_reads_adapter_and_merged_weights_from_another_folder(
 
     def by_vllm(model: Path, *lora: object) -> torch.Tensor:
         given = json.dumps([str(model), *map(str, lora[:1]), *lora[1:], ids] if lora else [str(model), None, 0, ids])
-        run = subprocess.run(
-            [sys.executable, "-c", SERVED, given], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True
-        )
+        # After its result vLLM's process may abort in its own threads.
+        run = subprocess.run([sys.executable, "-c", SERVED, given], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
         (line,) = (line for line in run.stdout.splitlines() if line.startswith("[-"))
         return torch.tensor(json.loads(line))
 

@@ -30,6 +30,11 @@ ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Seque
 """Draws prompts to replace dropped groups: (key of the draw, count, ids to exclude) -> up to `count` prompts."""
 
 
+def no_replacements(key: Sequence[int | str], count: int, exclude: Collection[str]) -> Sequence[Prompt]:
+    """Replaces no group."""
+    return []
+
+
 @dataclass(frozen=True)
 class CollectorConfig:
     """Settings of training rollouts; see `RolloutCallback`.
@@ -124,7 +129,9 @@ class Collector:
         """What reward functions have logged in this rollout, by name."""
         self._missing_rewards: set[str] = set()
 
-    def collect(self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts) -> Experience:
+    def collect(
+        self, prompts: Sequence[Prompt], version: int, replacements: ReplacementPrompts = no_replacements
+    ) -> Experience:
         """Sample and score completions of a batch, by an engine that is awake and synced.
 
         Args:
