@@ -208,11 +208,11 @@ for kernel in (kernels.decode_gemm_stream_k_kernel, kernels.decode_gemm_reduce_k
     kernel.compile = compile
 weight = MarlinTensor(torch.zeros(8, 512, dtype=torch.int32), torch.zeros(8, 256, dtype=torch.int8), torch.ones(1))
 a, b = torch.zeros(8, 128, dtype=torch.bfloat16), torch.zeros(256, 8, dtype=torch.bfloat16)
-products = [(torch.zeros(n, 128, dtype=torch.bfloat16), weight, None, a, b, (0,)) for n in (1, 9)]
-kernels.compile_at_once(products)
+kernels.compile_at_once((n, weight, None, a, b, (0,)) for n in (1, 9))
 first = list(compiled)
-for product in products:
-    kernels.decode_gemm_linear(*product, compile_only=True)  # as a launch does, it looks the compiled kernel up
+for n in (1, 9):
+    x = torch.zeros(n, 128, dtype=torch.bfloat16)
+    kernels.decode_gemm_linear(x, weight, None, a, b, (0,), compile_only=True)  # looks it up as a launch does
 print(sorted(first), len(compiled) - len(first))
 """
 

@@ -78,7 +78,7 @@ def compile_decode_gemm(products: Iterable[tuple[Any, ...]]) -> None:
     Without effect where they are compiled, or Triton has no such mode.
 
     Args:
-        products: Of each x, weight, bias, a, b and starts, as `decode_gemm_linear` takes them, of a supported weight.
+        products: Of each the number of tokens, and weight, bias, a, b and starts, as `decode_gemm_linear` takes them.
     """
     from qerl_kernels import triton_decode_gemm
 

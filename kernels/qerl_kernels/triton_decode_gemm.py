@@ -334,13 +334,18 @@ def _arch(device: int) -> int:
     return 10 * major + minor
 
 
+def _tile(tokens: int, device: int) -> Tile | None:
+    """None where the schedule has measured ones."""
+    return None if _arch(device) in (0, 90) else tile_without_measurement(tokens)
+
+
 def sizes(weight: MarlinTensor, rank: int, up_to: int) -> list[int]:
     """The smallest number of tokens of each schedule, up to `up_to`."""
     (k_tiles, words), device = weight.weight.shape, weight.weight.get_device()
     schedules: dict[Schedule, int] = {}
     for tokens in range(1, up_to + 1):
-        tile = tile_without_measurement(tokens) if _arch(device) not in (0, 90) else None
-        schedules.setdefault(schedule(tokens, words // 2, 16 * k_tiles, rank, _sms(device), tile), tokens)
+        plan = schedule(tokens, words // 2, 16 * k_tiles, rank, _sms(device), _tile(tokens, device))
+        schedules.setdefault(plan, tokens)
     return list(schedules.values())
 
 
@@ -360,9 +365,7 @@ def decode_gemm_linear(
     """
     (tokens, columns), rows = x.shape, weight.weight.shape[1] // 2
     rank, sms, arch = 0 if a is None else len(a), _sms(x.get_device()), _arch(x.get_device())
-    if tile is None and arch not in (0, 90):
-        tile = tile_without_measurement(tokens)
-    plan = schedule(tokens, rows, columns, rank, sms, tile)
+    plan = schedule(tokens, rows, columns, rank, sms, tile or _tile(tokens, x.get_device()))
     tile, alone = plan.tile, plan.data_parallel_rows
     y = x.new_empty((tokens, rows))
     partial = x.new_empty((plan.token_blocks, plan.splits, max(0, rows - alone), tile.width), dtype=torch.float32)
@@ -402,10 +405,11 @@ def _launch(kernel, ctas: int, compile_only: bool):
 
 def compile_at_once(products: Iterable[tuple[Any, ...]]) -> None:
     """See `decode_gemm.compile_decode_gemm`."""
-    if interpreting() or not hasattr(triton, "AsyncCompileMode"):  # which is new in Triton 3.4
+    if interpreting() or not hasattr(triton, "AsyncCompileMode"):  # older releases
         return
     with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool):
-        for x, weight, bias, a, b, starts in products:
+        for tokens, weight, bias, a, b, starts in products:
+            x = weight.weight.new_empty((tokens, 16 * len(weight.weight)), dtype=torch.bfloat16)
             decode_gemm_linear(x, weight, bias, a, b, starts, compile_only=True)
 
 

@@ -138,7 +138,8 @@ def check_decode_gemm(linears: Sequence[Any]) -> None:
     compile_decode_gemm(product for linear in kinds for product in _products(linear))
     for linear in kinds:
         method = linear.quant_method
-        for x, held, bias, a, b, _ in _products(linear):
+        for tokens, held, bias, a, b, _ in _products(linear):
+            x = probe(tokens, held)
             weight = MarlinRows(held, alpha=linear.qerl_alpha.item())
             expected = frozen_linear(x, weight, bias)
             difference = relative_difference(method.apply(linear, x, linear.bias), expected)
@@ -151,18 +152,18 @@ def check_decode_gemm(linears: Sequence[Any]) -> None:
             if not difference <= TOLERANCE:
                 raise UserError(
                     "the decode GEMM must give the product of the dequantized weight, and an adapter's; for "
-                    f"{len(x)} tokens and a weight {weight.shape[0]} x {weight.shape[1]} they differ by "
+                    f"{tokens} tokens and a weight {weight.shape[0]} x {weight.shape[1]} they differ by "
                     f"{difference:.2g} of its size: set decode_gemm_max_tokens to null"
                 )
 
 
 def _products(linear: Any) -> Iterator[tuple[Any, ...]]:
-    """Arguments of `decode_gemm_linear`, for each number of tokens that has kernels of its own."""
+    """Each number of tokens that has kernels of its own, and the arguments of `decode_gemm_linear` beside x."""
     method, held = linear.quant_method, marlin_tensor(linear)
     assert isinstance(method, FP4Method) and held is not None
     a, b = (linear.qerl_a, linear.qerl_b) if method.starts else (None, None)
     for tokens in decode_gemm_sizes(held, 0 if a is None else len(a), method.decode_gemm_max_tokens):
-        yield probe(tokens, held), held, linear.qerl_bias, a, b, method.starts or (0,)
+        yield tokens, held, linear.qerl_bias, a, b, method.starts or (0,)
 
 
 def _randomize(a: Tensor, b: Tensor, starts: Sequence[int], size: float) -> None:
