@@ -1,19 +1,21 @@
-"""Qwen3.5 on one GPU: steps of RL at 27B and 9B, the update beside Qwen3-8B's, trainer against sampler by length.
+"""Qwen3.5 on one GPU: steps of RL at 27B, 9B and 35B-A3B, the update beside Qwen3-8B's, trainer against sampler.
 
-    python benchmarks/delta_nets.py --out results                         # about eight minutes on one H100
+    python benchmarks/delta_nets.py --out results                         # on one H100 eight minutes without step_35b
     python benchmarks/delta_nets.py --parts update_8b update_9b --out results
     python benchmarks/delta_nets.py --tiny --out results                  # does the script run? On a CPU
 
 step_27b           16 prompts x 8 completions x 1024 tokens: seconds a step and peak memory of the whole GPU
 step_9b            8 completions of 1024 tokens: the same
+step_35b           35B-A3B, 8 prompts x 8 completions x 1024 tokens: the same, with the sampler's experts in the update
 update_8b          Qwen3-8B: tokens/s of an update on sequences of 2048 tokens
 update_9b          the same at 9B, its recurrence by fla-core
 update_9b_pytorch  the same, its recurrence by PyTorch
 drift              trainer against sampler at 9B, with a random adapter on every linear: windows of the last tokens
                    before 256, 2048 and 8192 new ones
 
-Random NVFP4 weights in the published shapes, one copy, LoRA of rank 32 on every linear. Every part is a process of its
-own: the table is joined from what the parts have written, so a part that fails loses no other.
+Random NVFP4 weights in the published shapes, one copy, LoRA of rank 32 on every linear, at 35B-A3B on those of
+attention and delta nets. Every part is a process of its own: the table is joined from what the parts have written, so a
+part that fails loses no other.
 """
 
 import argparse
@@ -36,13 +38,15 @@ from qerl_kernels import flash_linear_attention, select_backend
 from torch import Tensor
 
 from qerl_pl.engines import EngineSpec, TransformersEngine, VLLMEngine
+from qerl_pl.models.families import DELTA_NET, PROJECTIONS
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.runtime.files import atomic_write
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
-PARTS = ("step_27b", "step_9b", "update_8b", "update_9b", "update_9b_pytorch", "drift")
+PARTS = ("step_27b", "step_9b", "step_35b", "update_8b", "update_9b", "update_9b_pytorch", "drift")
 RANK = 32
+ATTENTION = PROJECTIONS[:4]  # q, k, v and o
 
 
 def base_of(shape: str, args: argparse.Namespace) -> Path:
@@ -57,13 +61,18 @@ def base_of(shape: str, args: argparse.Namespace) -> Path:
 
 
 def step(shape: str, args: argparse.Namespace) -> dict[str, Any]:
-    """One step of RL at 27B, whose start is in it, or the second of two at 9B."""
-    began, size, warmup = time.perf_counter(), "1x8x1024", 0
+    """One step of RL at 27B, whose start is in it, or the second of two at 9B and 35B-A3B."""
+    began, size, warmup, cache = time.perf_counter(), "1x8x1024", 0, ["--kv-gib", "1.0"]
     if shape == "qwen3.5-27b":
-        size, warmup = "16x8x1024", -1  # `step_against.py` leaves one more out
-    own = ["--kv-gib", str(args.kv_gib if warmup else 1.0), "--checkpointing", "true", "--sequences", "7"]
+        size, warmup, cache = "16x8x1024", -1, ["--kv-gib", str(args.kv_gib)]  # `step_against.py` leaves one more out
+    mixture = shape in random_model.MIXTURES
+    if mixture:
+        size, cache = "8x8x1024", []
+    own = [*cache, "--checkpointing", "true", "--sequences", "7"]
     if args.tiny:
-        shape, size, own = "qwen3.5-tiny", "2x2x8", ["--device", "cpu", "--engine", "TransformersEngine"]
+        shape, size = "qwen3.5-moe-tiny" if mixture else "qwen3.5-tiny", "2x2x8"
+        own = ["--device", "cpu", "--engine", "TransformersEngine"]
+    own += ["--replay-routing", "--targets", *ATTENTION, *DELTA_NET] if mixture else []
     own += ["--shape", shape, "--sizes", size, "--steps", "1", f"--warmup={warmup}", "--limit", str(args.timeout)]
     out = args.out / "delta_nets" / shape
     script = Path(__file__).with_name("step_against.py")
@@ -141,7 +150,7 @@ def drift(shape: str, args: argparse.Namespace) -> dict[str, Any]:
 def run_part(part: str, args: argparse.Namespace) -> dict[str, Any]:
     """One part's figures."""
     kind, _, size = part.partition("_")
-    shape = {"27b": "qwen3.5-27b", "8b": "8b"}.get(size, "qwen3.5-9b")
+    shape = {"27b": "qwen3.5-27b", "8b": "8b", "35b": "qwen3.5-35b-a3b"}.get(size, "qwen3.5-9b")
     if kind == "step":
         return step(shape, args)
     run = {"update": update, "drift": drift}[kind]

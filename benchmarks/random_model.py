@@ -56,7 +56,7 @@ def config_of(shape: str) -> dict[str, Any]:
     """
     hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
     if shape.startswith("qwen3.5"):
-        return delta_net_config(shape)
+        return delta_net_config("", hidden, layers, heads, kv_heads, vocabulary) | {"intermediate_size": intermediate}
     kind = "Qwen3" if shape in QWEN3 else "Qwen2"
     return {
         "architectures": [f"{kind}ForCausalLM"],
@@ -73,18 +73,21 @@ def config_of(shape: str) -> dict[str, Any]:
     }
 
 
-def delta_net_config(shape: str) -> dict[str, Any]:
-    """`config_of` a Qwen3.5: three gated delta nets, then an attention."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+def delta_net_config(kind: str, hidden: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+    """What config.json of a Qwen3.5 has without its MLPs: three gated delta nets, then an attention.
+
+    Args:
+        kind: "Moe" of a mixture of experts.
+        hidden: And the others, as in `SHAPES`.
+    """
     size, attention, key_heads = (64, 64, 2) if vocabulary == 512 else (128, 256, 16)
     own = ("rope_theta", "dtype")
     return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+        "architectures": [f"Qwen3_5{kind}ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if kind else "qwen3_5_text",
         "hidden_size": hidden,
-        "intermediate_size": intermediate,
         "num_hidden_layers": layers,
-        "layer_types": layers // 4 * [*3 * ["linear_attention"], "full_attention"],
+        "layer_types": [("linear_attention", "full_attention")[index % 4 == 3] for index in range(layers)],
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": attention,
@@ -106,9 +109,11 @@ MIXTURES = {  # hidden, inner of an expert, layers, heads, key/value heads, head
     "30b-a3b": (2048, 768, 48, 32, 4, 128, 128, 8, 151936),
     "gpt-oss-tiny": (128, 64, 2, 4, 2, 32, 6, 2, 512),
     "gpt-oss-20b": (2880, 2880, 24, 64, 8, 64, 32, 4, 201088),
+    "qwen3.5-moe-tiny": (256, 128, 4, 4, 2, 64, 6, 2, 512),
+    "qwen3.5-35b-a3b": (2048, 512, 40, 16, 2, 256, 256, 8, 248320),
 }
 GPT_OSS = ("gpt-oss-tiny", "gpt-oss-20b")
-"""Mixtures of gpt-oss, with 4-bit experts alone; the others are Qwen3's."""
+"""Mixtures of gpt-oss, with 4-bit experts alone; the others are Qwen3's and Qwen3.5's, which has a shared expert."""
 STACKS = (f".experts.{GATE_UP}", f".experts.{DOWN}")
 
 
@@ -140,6 +145,14 @@ def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
                 "original_max_position_embeddings": 4096,
             },
         }
+    if shape.startswith("qwen3.5"):
+        return {
+            **delta_net_config("Moe", hidden, layers or own_layers, heads, kv_heads, vocabulary),
+            "moe_intermediate_size": inner,
+            "shared_expert_intermediate_size": inner,
+            "num_experts": experts,
+            "num_experts_per_tok": chosen,
+        }
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -163,8 +176,9 @@ def mixture_config(shape: str, layers: int | None = None) -> dict[str, Any]:
 
 def any_config(shape: str, layers: int | None = None) -> dict[str, Any]:
     """config.json of a dense model or a mixture, by its name in `SHAPES` or `MIXTURES`."""
-    config = config_of(shape) if shape in SHAPES else mixture_config(shape)
-    return config | ({"num_hidden_layers": layers} if layers else {})
+    if shape not in SHAPES:
+        return mixture_config(shape, layers)
+    return config_of(shape) | ({"num_hidden_layers": layers} if layers else {})
 
 
 def cache_gib(config: dict[str, Any], tokens: float, sequences: int) -> float:

@@ -76,7 +76,8 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
             "policy": {
                 "path": str(args.folder / f"{args.shape}-{kind}"),
                 "quantization": "none" if kind == "bf16" else kind,
-                "lora": {"rank": args.rank, "alpha": float(args.rank)},
+                "lora": {"rank": args.rank, "alpha": float(args.rank), "targets": args.targets},
+                "replay_routing": args.replay_routing,
                 "finetune": "full" if full else "lora",
                 "gradient_checkpointing": args.checkpointing,
             },

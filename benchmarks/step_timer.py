@@ -81,7 +81,7 @@ def size_of(text: str) -> tuple[int, int, int]:
 def parsed(description: str | None = None) -> argparse.Namespace:
     """The arguments, which the parent passes on to the parts, with each part's own at the end."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="7b", help="of random_model.SHAPES")
+    parser.add_argument("--shape", default="7b", help="of random_model.SHAPES or MIXTURES")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=["ours-nvfp4", "ours-16", "trl", "unsloth"])
     parser.add_argument("--sizes", nargs="+", default=["16x8x2048", "4x8x512"], help="prompts, completions, tokens")
@@ -91,6 +91,8 @@ def parsed(description: str | None = None) -> argparse.Namespace:
     parser.add_argument("--copies", type=int, choices=(1, 2), default=1, help="of the base, in ours")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--targets", nargs="+", help="LoRA's linears in ours; by default all")
+    parser.add_argument("--replay-routing", action="store_true", help="of a mixture of experts, in ours")
     parser.add_argument("--sequences", type=int, default=8, help="of a micro-batch")
     parser.add_argument("--steps", type=int, default=2, help="that count")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them; ours has one more")

@@ -11,11 +11,14 @@ import pytest
 import torch
 from pages import ROOT
 from tiny_families import PUBLISHED
+from transformers import AutoConfig, Qwen3_5MoeTextConfig
 
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.fp4 import MXFP4StacksFormat
+from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles, read_config
+from qerl_pl.models.shape import Shape
 
 pytestmark = pytest.mark.nightly
 
@@ -60,3 +63,18 @@ def test_gpt_oss_is_written_as_published_and_measured(
     for row in found["agreement"]:
         assert 0 < row["trainer_from_float32"] < row["adapter_effect"]
         assert not row["replay"] or row["mean"] < row["adapter_effect"]
+
+
+def test_codes_of_qwen3_5_have_the_names_and_shapes_of_a_quantized_model(mixture: Any, tmp_path: Path) -> None:
+    model = mixture.random_model
+    published = Qwen3_5MoeTextConfig()  # whose defaults are 35B-A3B's
+    assert Shape.of(AutoConfig.for_model(**model.mixture_config("qwen3.5-35b-a3b"))) == Shape.of(published)
+    sizes = model.published_sizes(model.mixture_config("qwen3.5-35b-a3b"))
+    assert len([name for name in sizes if ".experts." in name]) == 40 * 256 * 3
+    folders = [tmp_path / name for name in ("dense", "quantized", "codes")]
+    for folder, nvfp4 in ((folders[0], False), (folders[2], True)):
+        model.write_model(folder, "qwen3.5-moe-tiny", CPU, nvfp4, codes=True)
+    quantize_checkpoint(folders[0], folders[1])
+    validate_checkpoint(folders[2])
+    quantized, codes = ((TensorFiles(folder).headers(), read_config(folder)) for folder in folders[1:])
+    assert codes == quantized
