@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,11 @@ SKIPPED = {
 }
 
 
+def wrapped_config(kind: str, **inner: object) -> dict[str, object]:
+    """config.json of a model of text and images, as far as a family is told by it."""
+    return {"model_type": kind, "text_config": {"model_type": f"{kind}_text", **inner}, "vision_config": {}}
+
+
 def in_shards(folder: Path) -> Path:
     """The folder, with its weights in three files."""
     tensors = load_file(folder / "model.safetensors")
@@ -67,6 +73,16 @@ def logprobs_of(policy: Policy) -> list[torch.Tensor]:
     mask = (torch.arange(ids.shape[1]) > 0) & (torch.arange(ids.shape[1]) < lengths[:, None])
     values = policy.token_values(ids, lengths, mask, 1.0)[0].detach()
     return [value[keep] for value, keep in zip(values, mask, strict=True)]
+
+
+def assert_refused_alike(config: PolicyConfig, message: str) -> None:
+    """By a start and by a dry run, in one line."""
+    found = set()
+    for start in (config.base_folder, lambda: shape_of(config)):
+        with pytest.raises(UserError, match=message) as error:
+            start()
+        found.add(str(error.value))
+    assert len(found) == 1 and "\n" not in found.pop()
 
 
 @torch.no_grad()
@@ -98,8 +114,8 @@ def test_the_16_bit_text_model_trains_as_the_published_one_computes(
         in_shards(wrapped)
         monkeypatch.setattr("qerl_pl.models.folder.SHARD_BYTES", 2**19)
     refused = rf"of text alone; {wrapped} has a \w+_text in a \w+: .* by `qerl quantize`, in 16 bits by --format none"
-    with pytest.raises(UserError, match=refused):
-        config_of(wrapped).base_folder()
+    for quantization in ("none", "nvfp4"):
+        assert_refused_alike(replace(config_of(wrapped), quantization=quantization), refused)
     with caplog.at_level(logging.INFO, "qerl_pl.formats.quantize"):
         assert main(["quantize", str(wrapped), str(base), "--format", "none"]) == 0
     skipped = next(value for key, value in SKIPPED.items() if name.startswith(key))
@@ -143,12 +159,11 @@ def test_the_plan_and_the_serving_line_are_those_of_the_text_model(
     text = write_checkpoint(name, tmp_path / "text", tied)
     wrapped, base = write(text, tmp_path / "wrapped"), tmp_path / "base"
     quantize_checkpoint(wrapped, base, "none")
-    configs = [config_of(folder) for folder in (wrapped, base, text)]
-    assert shape_of(configs[0]) == shape_of(configs[1]) == shape_of(configs[2])
-    assert configs[0].lora_spec == configs[1].lora_spec
+    config = config_of(base)
+    assert shape_of(config) == shape_of(config_of(text))
     lines = [
-        serving_line(configs[1], False, str(base), "mine"),
-        serving_line(configs[1], False, str(wrapped), "mine", True),
+        serving_line(config, False, str(base), "mine"),
+        serving_line(config, False, str(wrapped), "mine", True),
     ]
     if name == "gemma-4":
         assert all(line.startswith("qerl export RUN DST --merge && vllm serve DST  #") for line in lines)
@@ -158,22 +173,54 @@ def test_the_plan_and_the_serving_line_are_those_of_the_text_model(
     assert lines == [f"vllm serve {base} {adapter}{release}", f"vllm serve {wrapped} {adapter}"]
 
 
-@pytest.mark.parametrize("quantization", ["none", "nvfp4"])
-def test_a_dry_run_of_the_published_folder_says_what_a_run_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], quantization: str, monkeypatch: pytest.MonkeyPatch
+def test_the_command_refuses_a_published_folder_alike_with_and_without_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = write_checkpoint("qwen3.5", tmp_path / "text")
-    folders = [write_wrapped_qwen(text, tmp_path / "wrapped"), tmp_path / "base"]
-    quantize_checkpoint(folders[0], folders[1], "none")
+    wrapped = write_wrapped_qwen(write_checkpoint("qwen3.5", tmp_path / "text"), tmp_path / "wrapped")
     monkeypatch.chdir(tmp_path)
-    printed = []
-    for folder in folders:
-        words = ["--model.policy.path", str(folder), "--model.policy.quantization", quantization]
-        assert main(["fit", "--dry-run", "-c", "gsm8k", *words]) == 0
-        printed.append(capsys.readouterr().out)
-    first, _, rest = printed[0].partition("\n")
-    assert first == f"a run takes the text model of {folders[0]}: `qerl quantize SRC DST --format {quantization}`"
-    assert rest == printed[1]
+    words, printed = ["-c", "quickstart", "--model.policy.path", str(wrapped)], []
+    capsys.readouterr()  # of what has written the folder
+    for option in (["--dry-run"], []):
+        assert main(["fit", *option, *words]) == 2
+        printed.append(capsys.readouterr())
+    assert printed[0].err.splitlines() == printed[1].err.splitlines()[-1:] and not printed[0].out
+    assert "take the text model out by `qerl quantize`, in 16 bits by --format none" in printed[0].err
+
+
+FULL: dict[str, object] = {"finetune": "full", "quantization": "none"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+ALIKE: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
+    "Qwen3.5": (wrapped_config("qwen3_5"), {}, "of text alone"),
+    "Qwen3.5, ModelOpt": (wrapped_config("qwen3_5") | {"quantization_config": MODELOPT}, {}, "of text alone"),
+    "Qwen3.5, in another format": (
+        wrapped_config("qwen3_5") | {"quantization_config": {"quant_method": "awq"}},
+        {"quantization": "none"},
+        "of text alone",
+    ),
+    "Qwen3.5 mixture, replayed": (wrapped_config("qwen3_5_moe"), {"replay_routing": True}, "of text alone"),
+    "Gemma 3, full": (wrapped_config("gemma3"), FULL, "has a gemma3_text in a gemma3: take the text model out"),
+    "Gemma 4": (wrapped_config("gemma4"), {"quantization": "mxfp4"}, "has a gemma4_text in a gemma4: take"),
+    "Gemma 4 E2B": (
+        wrapped_config("gemma4", hidden_size_per_layer_input=256),
+        {},
+        "has a gemma4_text in a gemma4: take",
+    ),
+    "unknown": (
+        {"model_type": "llava", "text_config": {"model_type": "olmo"}},
+        {},
+        "known family; .* is 'llava', none of llama",
+    ),
+    "dense, replayed": ({"model_type": "qwen3"}, {"replay_routing": True}, "needs a mixture of experts"),
+    "delta nets, full": ({"model_type": "qwen3_5_text"}, FULL, "gated delta nets train an adapter"),
+    "experts, full": ({"model_type": "qwen3_moe"}, FULL, "its experts are frozen"),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_a_dry_run_by_config_json_refuses_what_a_start_refuses(tmp_path: Path, case: str) -> None:
+    document, settings, message = ALIKE[case]
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert_refused_alike(PolicyConfig(path=str(tmp_path), **settings), message)  # type: ignore[arg-type]
 
 
 def test_what_has_no_16_bit_text_model_to_take_out_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
-from qerl_pl.models.families import PROJECTIONS, check_family, text_config
+from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.models.memory import GIB, kv_cache_size, optimizer_bytes
 from qerl_pl.models.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
@@ -27,6 +27,7 @@ from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.modules.sft import SFTModule
 from qerl_pl.policy.activation_checkpointing import MemorySettings, candidate_settings, mode_name
+from qerl_pl.policy.loading import check_trainable
 from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.toy.tokenizer import VOCABULARY
 
@@ -48,19 +49,14 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
         rollout: Before its engine has started; None in supervised fine-tuning.
 
     Raises:
-        UserError: The model's config.json is not in reach, or its family is unknown.
+        UserError: As `shape_of`.
     """
     plan, prompt = plan_of(model, data, rollout)
-    memory, policy = run_memory(plan), model.policy_config
-    rows = []
-    if policy.path is not None and text_config(config_in_reach(policy.path), policy.path) is not None:
-        rows.append(
-            f"a run takes the text model of {policy.path}: `qerl quantize SRC DST --format {policy.quantization}`"
-        )
-    rows += [f"{'memory that the run needs, estimated, in GiB':<48}{'rollout':>9}{'update':>9}"]
+    memory = run_memory(plan)
+    rows = [f"{'memory that the run needs, estimated, in GiB':<48}{'rollout':>9}{'update':>9}"]
     rows += [f"  {name:<46}{first:>9.2f}{second:>9.2f}" for name, first, second in memory.table()]
     rows += [f"  pinned on the CPU: {name:<27}{'':>9}{size / GIB:>9.2f}" for name, size in memory.cpu.items()]
-    candidates = _candidates(policy, plan.shape)
+    candidates = _candidates(model.policy_config, plan.shape)
     chosen = " (the most that auto saves by)" if len(candidates) > 1 else ""
     rows.append(
         f"of micro-batches of {plan.batch.tokens} tokens, gradient_checkpointing {_name(candidates[-1])}{chosen}"
@@ -113,7 +109,7 @@ def shape_of(config: PolicyConfig) -> Shape:
     """The model's sizes by its config.json.
 
     Raises:
-        UserError: It is not in reach, of no known family, or quantized in a format that does not train.
+        UserError: It is not in reach, or of a model that a start refuses.
     """
     if config.path is None:
         toy = config.toy
@@ -127,13 +123,13 @@ def shape_of(config: PolicyConfig) -> Shape:
             f"a dry run reads the model's config.json; {config.path} has none in reach; name a local folder as "
             "model.policy.path"
         )
-    inner, folder = text_config(settings, config.path), Path(config.path).expanduser()
-    family = check_family(inner or settings, config.path)
-    base_format = check_quantization(settings, config.path, config.quantization)
+    folder = Path(config.path).expanduser()
+    family = check_trainable(settings, folder, config.finetune == "full", config.replay_routing)
+    base_format = check_quantization(settings, folder, config.quantization)
     stores_codes = base_format is not DENSE and any(folder.glob("*.safetensors"))
     if stores_codes:
         validate_checkpoint(folder)
-    shape = Shape.of(AutoConfig.for_model(**(inner or settings)))
+    shape = Shape.of(AutoConfig.for_model(**settings))
     if not stores_codes or shape.dense_attention:
         return shape
     stored = TensorFiles(folder).shapes()

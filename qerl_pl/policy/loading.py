@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -17,7 +18,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import BaseFormat, StoredExperts
 from qerl_pl.formats.norm import use_float32_norms
-from qerl_pl.models.families import GATE_UP, Experts, check_family
+from qerl_pl.models.families import GATE_UP, Experts, Family, check_family
 from qerl_pl.models.folder import TensorFiles, load_config
 from qerl_pl.policy.delta_net import use_packed_delta_nets
 from qerl_pl.policy.experts import attach_routing_replay, use_packed_experts
@@ -25,6 +26,37 @@ from qerl_pl.policy.lora import FrozenLinear, parameter_name
 from qerl_pl.policy.packed_layers import ATTENTION, use_gated_mlps, use_packed_attention
 
 log = logging.getLogger(__name__)
+
+
+def check_trainable(config: Mapping[str, Any], source: object, full: bool, replays: bool) -> Family:
+    """The family of a base model that can be trained so; every start and dry run comes here first.
+
+    Args:
+        config: Its config.json.
+        source: Its folder, for error messages.
+        full: Whether all weights are to train.
+        replays: Whether the update is to use the sampler's experts.
+
+    Raises:
+        UserError: As `check_family`, its experts or delta nets cannot train, or there are no experts to replay.
+    """
+    family = check_family(config, source)
+    if family.experts is None and replays:
+        raise UserError(
+            f"replay_routing needs a mixture of experts; {source} is a {family.model_type}: set "
+            "model.policy.replay_routing to false"
+        )
+    if family.experts is not None and full:
+        raise UserError(
+            f"a mixture of experts trains an adapter, its experts are frozen; got model.policy.finetune full for "
+            f"{source}: set it to lora"
+        )
+    if family.delta_net is not None and full:
+        raise UserError(
+            f"gated delta nets train an adapter; got model.policy.finetune full for {source}, a "
+            f"{family.model_type}: set it to lora"
+        )
+    return family
 
 
 def load_base(

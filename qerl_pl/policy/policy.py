@@ -21,12 +21,12 @@ from qerl_pl.formats.base import format_of, named_format
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
-from qerl_pl.models.families import PROJECTIONS, check_family, find_family, logit_cap
+from qerl_pl.models.families import PROJECTIONS, find_family, logit_cap
 from qerl_pl.models.folder import load_tokenizer, longest_sequence, read_config
 from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
 from qerl_pl.policy.adapter import SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
-from qerl_pl.policy.loading import load_base
+from qerl_pl.policy.loading import check_trainable, load_base
 from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.policy.packed_layers import Packing
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
@@ -139,7 +139,7 @@ class PolicyConfig:
         """Names of the model's linears, without the output layer."""
         # `base_folder` refuses an unknown family
         config = {} if self.path is None else config_in_reach(self.path)
-        family = find_family((config.get("text_config") or config).get("model_type"))
+        family = find_family(config.get("model_type"))
         return PROJECTIONS if family is None else family.projections
 
     @property
@@ -183,30 +183,15 @@ class PolicyConfig:
 
         Raises:
             UserError: `path` is neither a folder nor a model of the hub, its files disagree, it is of no known family,
-                the adapter does not fit it, its experts cannot train or there are none to replay, or its weights are
-                quantized in another format.
+                it cannot be trained so, the adapter does not fit it, or its weights are quantized in another format.
         """
         lora = self.lora_spec
         if self.start is not None and self.start.base != self.base_name:
             log.warning("%s was trained on %s and goes on with %s", self.adapter, self.start.base, self.base_name)
         source = self.source_folder()
-        family = check_family(read_config(source), source)  # first: the format of an unknown family does not matter
+        # First: the format of an unknown family does not matter.
+        check_trainable(read_config(source), source, self.finetune == "full", self.replay_routing)
         model = validate_checkpoint(source)
-        if family.experts is None and self.replay_routing:
-            raise UserError(
-                f"replay_routing needs a mixture of experts; {source} is a {family.model_type}: set "
-                "model.policy.replay_routing to false"
-            )
-        if family.experts is not None and lora is None:
-            raise UserError(
-                f"a mixture of experts trains an adapter, its experts are frozen; got model.policy.finetune full for "
-                f"{source}: set it to lora"
-            )
-        if family.delta_net is not None and lora is None:
-            raise UserError(
-                f"gated delta nets train an adapter; got model.policy.finetune full for {source}, a "
-                f"{family.model_type}: set it to lora"
-            )
         if lora is not None:
             check_targets(model, lora)
         if self.quantization != "none" and (source / MODEL_FILE).is_file() and format_of(source) is DENSE:
