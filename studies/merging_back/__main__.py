@@ -29,7 +29,9 @@ class Way(NamedTuple):
     name: str
     base: Path
     quantization: str
-    adapter: Path | None
+    adapter: Path | None = None
+    made_by: tuple[object, ...] = ()
+    """Arguments of `qerl quantize` that make the base of the merged model."""
 
 
 def qerl(*words: object, site: str | None = None) -> None:
@@ -40,31 +42,28 @@ def qerl(*words: object, site: str | None = None) -> None:
 
 
 def ways(args: argparse.Namespace) -> list[Way]:
-    """Write what each way serves, and list them."""
+    """Write the adapter and the merged model, and list what serves them."""
     merged, adapter = args.folder / "merged", args.folder / "adapter"
-    made = {kind: args.folder / kind for kind in ("rounded", "gptq")}
     if not adapter.is_dir():
         qerl("export", args.run, adapter)
     if not merged.is_dir():
         qerl("export", args.run, merged, "--merge", "true")
-    if not made["rounded"].is_dir():
-        qerl("quantize", merged, made["rounded"], "--format", "nvfp4")
-    if not made["gptq"].is_dir():
-        rows = ["--calibration", args.data / "train.jsonl", "--method", "gptq", "--samples", args.samples_seen]
-        qerl("quantize", merged, made["gptq"], *rows, site=args.site)
+    rows = ("--calibration", args.data / "train.jsonl", "--method", "gptq", "--samples", args.samples_seen)
     return [
-        Way("base in NVFP4, no adapter", args.base, "nvfp4", None),
+        Way("base in NVFP4, no adapter", args.base, "nvfp4"),
         Way("adapter beside the NVFP4 base, as trained", args.base, "nvfp4", adapter),
-        Way("merged into 16 bits", merged, "none", None),
-        Way("merged and rounded to NVFP4", made["rounded"], "nvfp4", None),
-        Way("merged and rounded to NVFP4 by GPTQ", made["gptq"], "nvfp4", None),
-        Way("base in 16 bits, no adapter", args.base, "none", None),
         Way("adapter beside the 16-bit base", args.base, "none", adapter),
+        Way("merged into 16 bits", merged, "none"),
+        Way("merged and rounded to NVFP4", args.folder / "rounded", "nvfp4", made_by=("--format", "nvfp4")),
+        Way("merged and rounded to NVFP4 by GPTQ", args.folder / "gptq", "nvfp4", made_by=rows),
     ]
 
 
 def evaluate(way: Way, args: argparse.Namespace) -> list[tuple[float, float]]:
     """Of each question, in the order of ids, the greedy answer's grade and the share of right samples."""
+    if way.made_by and not way.base.is_dir():
+        site = args.site if "gptq" in way.made_by else None
+        qerl("quantize", args.folder / "merged", way.base, *way.made_by, site=site)
     folder = args.folder / "evaluations" / way.name.replace(" ", "-").replace(",", "")
     settings = {
         "model.policy.path": way.base,
