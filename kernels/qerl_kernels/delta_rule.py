@@ -94,7 +94,8 @@ def check_flash_linear_attention(device: torch.device) -> None:
         return
     generator, bounds = torch.Generator().manual_seed(0), torch.tensor([0, 70, 75], dtype=torch.int32, device=device)
     sizes = ((75, 512), (512, 4), (75, 2), (75, 2), (75, 2, 128))
-    mixed, weight, decay, beta, grad = (torch.randn(size, generator=generator).to(device) for size in sizes)
+    drawn = (torch.randn(size, generator=generator, device="cpu") for size in sizes)  # Lightning sets another default
+    mixed, weight, decay, beta, grad = (x.to(device) for x in drawn)
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         given = [x.requires_grad_() for x in (mixed.to(dtype), -decay.exp(), beta.sigmoid().to(dtype))]
