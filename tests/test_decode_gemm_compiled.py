@@ -40,21 +40,22 @@ def stream_k(tokens, rows, arch, shared):
     options = {"num_warps": tile.warps, "maxnreg": tile.registers}
     return compiled(decode_gemm_stream_k_kernel, constants, arch, described, **options)
 
-def reduce(tokens, rows, arch):
-    plan = schedule(tokens, rows, 3584, 64, 132, None if arch == 90 else tile_without_measurement(tokens))
+def reduce(tokens, rows, arch, rank):
+    plan = schedule(tokens, rows, 3584, 2 * rank, 132, None if arch == 90 else tile_without_measurement(tokens))
     width, chunk = plan.tile.width, plan.reduce_tokens
-    constants = {"RANK": 32, "STARTS": (0, rows // 2), "PADDED": 32, "WIDTH": width, "CHUNK": chunk}
+    constants = {"RANK": rank, "STARTS": (0, rows // 2), "PADDED": rank, "WIDTH": width, "CHUNK": chunk}
     constants |= {"BLOCK": BLOCK, "SPLITS": plan.splits, "SHRINK_SPLITS": plan.shrink_splits, "ROWS": plan.tile.rows}
     constants |= {"COLUMNS": plan.tile.columns, "DATA_PARALLEL": plan.waves > 0, "BIAS": False, "ARCH": arch}
     ctas = rows // BLOCK * plan.token_blocks * width // chunk
-    options = {"num_warps": 8, "maxnreg": reduce_registers(ctas, 132, width)}
+    options = {"num_warps": 8, "maxnreg": reduce_registers(ctas, 132, width, rank)}
     return compiled(decode_gemm_reduce_kernel, constants, arch, **options)
 
 for case in sys.argv[1:]:
     shape, *kinds = case.split()
     tokens, rows = map(int, shape.split("x"))
     (arch,) = [int(kind[3:]) for kind in kinds if kind.startswith("sm_")] or [90]
-    one = reduce(tokens, rows, arch) if "reduced" in kinds else stream_k(tokens, rows, arch, "shared" in kinds)
+    (rank,) = [int(kind[5:]) for kind in kinds if kind.startswith("rank_")] or [32]
+    one = reduce(tokens, rows, arch, rank) if "reduced" in kinds else stream_k(tokens, rows, arch, "shared" in kinds)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(one.asm["cubin"])
         file.flush()
@@ -68,6 +69,7 @@ CASES = [
     "192x37888 shared",
 ]
 REDUCED = [f"{tokens}x37888" for tokens in (8, 16, 32, 64, 128, 192, 384)]
+HIGH_RANKS = [f"{tokens}x37888 rank_{rank}" for tokens in (8, 64) for rank in (128, 256)]
 OTHERS = [f"{case} sm_{arch}" for arch in (80, 86, 89, 100, 120) for case in ("8x4608", "8x4608 reduced")]
 OTHERS += [f"32x4608 sm_{arch}" for arch in (80, 100)]
 WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.16.M88.2": 2}
@@ -77,7 +79,7 @@ WIDTHS = {".128": 4, ".64": 2, ".WIDE": 2, "CS2R": 2, "LDSM.16.M88.4": 4, "LDSM.
 def machine_code():
     """By case, (address, instruction without its predicate) of all that the kernel has."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
-    cases = [*CASES, *[f"{case} reduced" for case in REDUCED], *OTHERS]
+    cases = [*CASES, *[f"{case} reduced" for case in (*REDUCED, *HIGH_RANKS)], *OTHERS]
     run = [sys.executable, "-c", COMPILE, *cases]
     text = subprocess.run(run, check=True, capture_output=True, text=True, env=environment).stdout
     result = [part.partition(":") for part in text.split("case ")[1:]]
@@ -178,6 +180,12 @@ def test_the_reduce_kernel_multiplies_on_tensor_cores_and_spills_two_registers_a
     assert any("MMA" in text for text in code)
     spills = [text for text in code if text.startswith(("STL", "LDL"))]
     assert len(spills) <= 2 * {"192x37888": 1, "384x37888": 2}.get(case, 0)  # a store and a load each
+
+
+@pytest.mark.parametrize("case", HIGH_RANKS)
+def test_a_high_rank_is_kept_in_registers(case):
+    code = [text for _, text in machine_code()[f"{case} reduced"]]
+    assert len([text for text in code if text.startswith(("STL", "LDL"))]) <= 32  # 116 and 470 with 32 registers
 
 
 @pytest.mark.parametrize("case", OTHERS)

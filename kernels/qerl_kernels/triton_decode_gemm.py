@@ -313,11 +313,12 @@ def decode_gemm_reduce_kernel(
     tl.store(own_y, to_bfloat16(acc, ON_GPU), mask=(token < tokens)[None, :])
 
 
-def reduce_registers(ctas: int, sms: int, width: int) -> int:
+def reduce_registers(ctas: int, sms: int, width: int, rank: int) -> int:
     """Registers per thread of the reduce kernel: with a limit the compiler keeps more loads in flight."""
     if ctas <= 2 * sms:
         return 128
-    return 64 if width > 16 else 32  # narrow: all fit beside the Stream-K kernel's CTAs, and wait there
+    limit = 64 if width > 16 else 32  # narrow: all fit beside the Stream-K kernel's CTAs, and wait there
+    return max(limit, min(128, rank // 2))  # a CTA holds BLOCK rows of B: with fewer registers it would spill them
 
 
 @functools.cache
@@ -388,7 +389,7 @@ def decode_gemm_linear(
     if not ctas:
         return y
     if arch:
-        options["maxnreg"] = reduce_registers(ctas, sms, tile.width)
+        options["maxnreg"] = reduce_registers(ctas, sms, tile.width, own)
     _launch(decode_gemm_reduce_kernel, ctas, compile_only)(
         partial, hidden, x if b is None else b, x if bias is None else bias, weight.global_scale, y, tokens, columns,
         rows, alone, plan.big_ctas, plan.iterations, plan.token_blocks, RANK=own, STARTS=tuple(starts),
