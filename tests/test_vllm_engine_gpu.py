@@ -1,5 +1,6 @@
 """An engine on a GPU with all its optional features, and the same without the decode GEMM."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -93,8 +94,13 @@ def test_the_trainer_takes_vllms_weights_if_they_are_the_checkpoints(
     lora = LoraConfig(rank=RANK, alpha=16.0, targets=TARGETS)
     config = PolicyConfig(path=str(base), quantization=quantization, lora=lora)
     engine = VLLMEngine(kv_cache_gib=0.25, max_num_seqs=8, sleep_mode=False, enforce_eager=True)
+    spec = EngineSpec(base, torch.bfloat16, DEVICE, RANK, TARGETS, 64)
+    if quantization == "nf4" and not find_spec("vllm.model_executor.layers.quantization.bitsandbytes"):
+        with pytest.raises(UserError, match="vLLM reads NF4 by bitsandbytes; vLLM .* lacks .*: install vllm 0.25.1"):
+            engine.launch(spec)  # releases since 0.28
+        return
     try:
-        engine.launch(EngineSpec(base, torch.bfloat16, DEVICE, RANK, TARGETS, 64))
+        engine.launch(spec)
         shared = engine.shared_weights()
         assert shared is not None and len(shared.linears) == 7 * LAYERS
         Policy(base, config, DEVICE, seed=1, shared=shared)

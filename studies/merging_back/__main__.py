@@ -22,6 +22,9 @@ import numpy as np
 from benchmarks import report
 from qerl_pl.cli.compare import paired_interval
 
+Grades = dict[str, dict[str, list[int]]]
+"""By "greedy" and "sampled", then by question: 1 for each right answer, 0 for others."""
+
 
 class Way(NamedTuple):
     """How the policy is served."""
@@ -59,8 +62,8 @@ def ways(args: argparse.Namespace) -> list[Way]:
     ]
 
 
-def evaluate(way: Way, args: argparse.Namespace) -> list[tuple[float, float]]:
-    """Of each question, in the order of ids, the greedy answer's grade and the share of right samples."""
+def evaluate(way: Way, args: argparse.Namespace) -> Grades:
+    """Make what the way serves, if it is missing, and grade it."""
     if way.made_by and not way.base.is_dir():
         site = args.site if "gptq" in way.made_by else None
         qerl("quantize", args.folder / "merged", way.base, *way.made_by, site=site)
@@ -81,30 +84,33 @@ def evaluate(way: Way, args: argparse.Namespace) -> list[tuple[float, float]]:
     return graded(file.read_text().splitlines())
 
 
-def graded(lines: Sequence[str]) -> list[tuple[float, float]]:
-    """Of each question, in the order of ids, the greedy answer's grade and the share of right samples."""
-    greedy: dict[str, float] = {}
-    sampled: dict[str, list[float]] = {}
+def graded(lines: Sequence[str]) -> Grades:
+    """Of each question the greedy answer's grade, and those of its samples."""
+    found: Grades = {"greedy": {}, "sampled": {}}
     for one in map(json.loads, lines):
-        if one["sample"] is None:
-            greedy[one["prompt_id"]] = float(one["correct"])
-        else:
-            sampled.setdefault(one["prompt_id"], []).append(float(one["correct"]))
-    return [(greedy[key], float(np.mean(sampled[key]))) for key in sorted(greedy)]
+        grades = found["greedy" if one["sample"] is None else "sampled"]
+        grades.setdefault(one["prompt_id"], []).append(int(one["correct"]))
+    return found
 
 
-def table(found: dict[str, list[tuple[float, float]]], trained: str) -> str:
-    """Accuracy by way, and its paired difference from the adapter as trained."""
+def table(found: dict[str, Grades], trained: str) -> str:
+    """Accuracy by way, and its paired difference from the adapter as trained, on the questions that both have."""
     rows = []
-    for name, values in found.items():
+    for name, grades in found.items():
         cells = [name]
-        for kind in range(2):
-            mine, reference = (np.array(which)[:, kind] for which in (values, found[trained]))
-            mean, low, high = paired_interval(mine - reference)
-            against = "–" if name == trained else f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]"
-            cells += [f"{mine.mean():.3f}", against]
+        for kind, mine in grades.items():
+            reference = found[trained][kind]
+            both = sorted(mine.keys() & reference.keys())
+            accuracy = np.mean([np.mean(mine[key]) for key in both]) if both else np.nan
+            cells += [str(len(both)), f"{accuracy:.3f}" if both else "–"]
+            if name == trained or len(both) < 2:
+                cells.append("–")
+                continue
+            mean, low, high = paired_interval(np.array([np.mean(mine[key]) - np.mean(reference[key]) for key in both]))
+            cells.append(f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]")
         rows.append(cells)
-    return report.markdown(["served as", "greedy", "less as trained", "sampled", "less as trained"], rows)
+    headers = ["served as", "questions", "greedy", "less as trained", "questions", "sampled", "less as trained"]
+    return report.markdown(headers, rows)
 
 
 def main(given: Sequence[str] | None = None) -> None:
