@@ -50,7 +50,7 @@ def ways(args: argparse.Namespace) -> list[Way]:
     if not made["rounded"].is_dir():
         qerl("quantize", merged, made["rounded"], "--format", "nvfp4")
     if not made["gptq"].is_dir():
-        rows = ["--calibration", args.data / "train.jsonl", "--method", "gptq", "--samples", args.samples_seen]
+        rows = ["--calibration", args.data / "train.jsonl", "--samples", args.samples_seen]
         qerl("quantize", merged, made["gptq"], *rows, site=args.site)
     return [
         Way("base in NVFP4, no adapter", args.base, "nvfp4", None),
