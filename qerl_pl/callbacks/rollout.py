@@ -132,8 +132,7 @@ class RolloutCallback(Callback, SamplingCallback):
         if positions is not None and self.longest(data) > positions:
             raise UserError(
                 f"prompt and completion must fit the model's {positions} positions; got {self.longest(data)} "
-                "(data.max_prompt_tokens and the largest max_tokens of sampling, evaluation.sampling and "
-                "evaluation.extra_sampling); lower them"
+                "(data.max_prompt_tokens and the larger max_tokens of sampling and evaluation.sampling); lower them"
             )
 
     def open_environments(self, trainer: Trainer) -> Sequence[Mapping[str, Any]]:
@@ -158,8 +157,7 @@ class RolloutCallback(Callback, SamplingCallback):
 
     def longest(self, data: PromptDataModule) -> int:
         """Longest sequence in tokens, prompt and completion."""
-        samplings = (self.config.sampling, self.eval_config.sampling, *self.eval_config.extra.values())
-        return data.max_prompt_tokens + max(sampling.max_tokens for sampling in samplings)
+        return data.max_prompt_tokens + max(self.config.sampling.max_tokens, self.eval_config.sampling.max_tokens)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""

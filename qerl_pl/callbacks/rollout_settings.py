@@ -29,21 +29,16 @@ class EvaluationConfig:
             sample has its token limit and stop strings too. null takes temperature 1 without filters, and the token
             limit and stop strings of `rollout.sampling`.
         batch: Most completions of held-out prompts in one call of the engine; null passes a batch of prompts at once.
-        extra_sampling: More sampling parameters of held-out prompts, by name, each for `samples` further samples in the
-            same evaluation, such as `{card: {temperature: 0.6, top_p: 0.95}}`; missing keys are those of `sampling`.
-            Their metrics have the name in front, as in `val/card_pass@1`.
     """
 
     samples: int = 1
     sampling: EvalSampling | None = None
     batch: int | None = None
-    extra_sampling: dict[str, EvalSampling] | None = None
 
     def evaluator(self, scorer: Scorer, training: SamplingConfig) -> EvaluatorConfig:
         """The evaluator's settings, with training's sampling parameters where these set none."""
         sampling = (self.sampling or POLICY_DISTRIBUTION).over(training)
-        extra = {name: given.over(sampling) for name, given in (self.extra_sampling or {}).items()}
-        return EvaluatorConfig(scorer, sampling, self.samples, self.batch, extra)
+        return EvaluatorConfig(scorer, sampling, self.samples, self.batch)
 
 
 def warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection | CorrectionFunction) -> None:

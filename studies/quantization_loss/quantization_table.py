@@ -4,8 +4,9 @@
 
 FOLDER has GSM8K's train.jsonl and test.jsonl. Nats are those of the test set's solutions under the model's chat
 template. The accuracy is greedy on test questions, asked for a \\boxed{} answer. GPTQ is llm-compressor's,
-calibrated on training rows; the table's AWQ is of an earlier commit. Every model is dequantized and computes in float32, so that differences are those of the
-weights. Intervals are 95 %: of nats paired by row with the 16-bit model, of accuracy Wilson's.
+calibrated on training rows; the table's AWQ is of an earlier commit. Every model is dequantized and computes in
+float32, so that differences are those of the weights. Intervals are 95 %: of nats paired by row with the 16-bit model,
+of accuracy Wilson's.
 """
 
 import argparse
