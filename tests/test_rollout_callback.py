@@ -49,9 +49,6 @@ class Recording(TransformersEngine):
     def shared_weights(self) -> SharedWeights | None:
         return SharedWeights({}, {})
 
-    def memory_gib(self) -> dict[str, float]:
-        return {"kv_cache": 4.0, "releasable": 3.0, "released": 0.0}
-
     def sync(self, weights: Any) -> Any:
         self.noise.append((weights.version, None if weights.noise is None else weights.noise.sigma))
         return super().sync(weights)
@@ -64,11 +61,10 @@ class Recording(TransformersEngine):
 def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, tmp_path: Path) -> None:
     engine, module = Recording(), module_of(tiny_policy_dir)
     rollout = rollout_of(engine)
-    seen: list[tuple[int, SharedWeights | None, float, int, Any]] = []
+    seen: list[tuple[int, SharedWeights | None, int, Any]] = []
 
     def note(*_: Any) -> None:  # while the stage goes on
-        given = module.shared_weights, module._releasable_gib
-        seen.append((engine.closed, *given, rollout.collector.seed, rollout.collector.objective))
+        seen.append((engine.closed, module.shared_weights, rollout.collector.seed, rollout.collector.objective))
 
     watch = LambdaCallback(on_fit_start=note, on_fit_end=note, on_validation_start=note, on_validation_end=note)
     trainer = trainer_of(tmp_path, watch, rollout=rollout, limit_val_batches=0)
@@ -81,7 +77,7 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     lora, shared = module.policy_config.lora_spec, SharedWeights({}, {})
     assert lora is not None
     spec = EngineSpec(module.base_folder, torch.float32, torch.device("cpu"), 4, lora.targets, max_tokens=256 + 4)
-    assert engine.specs == [spec] and seen == [(0, shared, 3.0, 5, module.objective)] * 2
+    assert engine.specs == [spec] and seen == [(0, shared, 5, module.objective)] * 2
     for _ in range(2):
         rollout.close()
         assert engine.closed == 1
@@ -89,7 +85,7 @@ def test_the_engine_lives_for_a_stage_and_is_closed_once(tiny_policy_dir: Path, 
     trainer.limit_val_batches = 1.0
     trainer.validate(module, datamodule=data(), verbose=False)
     assert engine.specs == [spec] * 2 and engine.closed == 2
-    assert seen == [(1, None, 3.0, 5, module.objective)] * 2  # the policy is loaded already
+    assert seen == [(1, None, 5, module.objective)] * 2  # the policy is loaded already
     assert rollout.state_dict()["expected_lengths"] == {}  # of another run than this one
 
 
@@ -319,7 +315,7 @@ def test_engine_and_collector_know_how_many_ranks_there_are(tmp_path: Path, monk
     monkeypatch.setattr("qerl_pl.callbacks.rollout.communicator_of", lambda trainer: ranks)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     callback.setup(trainer_with(strategy), module, "fit")
-    assert module.shared_weights is None and module._releasable_gib == 0
+    assert module.shared_weights is None
     assert [spec.ranks for spec in specs] == [3] and callback.collector.ranks is callback.evaluator.ranks is ranks
 
 

@@ -190,8 +190,8 @@ class RolloutCallback(Callback, SamplingCallback):
         self._launched = True  # also if it fails half-way
         self.engine.launch(spec)
         # The policy of an earlier stage is still loaded, on the weights that it shared then.
-        shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
-        module.use_engine_weights(shared, self.engine.memory_gib().get("releasable", 0.0))
+        is_loaded = "policy" in dict(module.named_children())
+        module.shared_weights = None if is_loaded else self.engine.shared_weights()
         tokenizer, dialogues, ends = module.tokenizer, self._dialogues, end_token_ids(module.base_folder)
         self._collector = Collector(
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
