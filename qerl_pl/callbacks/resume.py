@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
 from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
@@ -159,13 +159,9 @@ class ResumeCheckpoint(Checkpoint):
         return int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Warn of another machine; name the best checkpoints where they are if the run's folder has moved."""
+        """Warn of another machine."""
         if trainer.is_global_zero:
             _warn_of_another_machine(checkpoint.get(MACHINE_KEY, {}), trainer.strategy.root_device)
-        for callback in trainer.checkpoint_callbacks:
-            state = checkpoint["callbacks"].get(callback.state_key)
-            if isinstance(callback, ModelCheckpoint) and state and callback.dirpath is not None:
-                _follow_move(state, str(callback.dirpath))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the processor and the versions, and the loops at the end of the last step."""
@@ -207,15 +203,3 @@ def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) ->
     ]
     if changed:
         log.warning("this run goes on elsewhere, so that its results may be rounded otherwise: %s", "; ".join(changed))
-
-
-def _follow_move(state: dict[str, Any], folder: str) -> None:
-    """Replace the folder in a ModelCheckpoint's state, if the best checkpoint is in `folder`."""
-
-    def moved(path: str) -> str:
-        return path.replace(state["dirpath"], folder, 1)
-
-    if Path(moved(state["best_model_path"])).is_file():
-        paths = {key: moved(state[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        best = {moved(path): score for path, score in state["best_k_models"].items()}
-        state |= paths | {"best_k_models": best, "dirpath": folder}

@@ -24,7 +24,6 @@ from qerl_pl.modules.optimizer import (
     WARMUP_RATIO,
     build_optimizer,
     build_schedule,
-    check_schedule,
     default_optimizer,
     load_schedule,
     trial_weight,
@@ -216,8 +215,6 @@ class PolicyModule(LightningModule, ChecksFirst):
         if self._optimizer not in (None, name):  # it may fail to load another optimizer's state
             raise UserError(f"a resumed run keeps its optimizer; got {name} for {self._optimizer}; set that again")
         steps = self.planned_batches() * self.steps_per_batch
-        if not isinstance(self.lr_scheduler, str):
-            check_schedule(self.lr_scheduler, build_optimizer(self.make_optimizer, [trial_weight()]), steps)
         schedule = build_schedule(self.lr_scheduler, optimizer, round(self.warmup_ratio * steps), steps)
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
