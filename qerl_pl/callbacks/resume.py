@@ -1,7 +1,9 @@
 """Checkpoints for resuming, also on SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1."""
 
 import logging
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,17 +14,17 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 
-from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
+from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least, take_sigusr1
 from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.machine import installed_versions, machine_of, processor
 from qerl_pl.runtime.random_state import random_state, set_random_state
-from qerl_pl.runtime.slurm import requeue_job, take_sigusr1
 
 log = logging.getLogger(__name__)
 
 REPEATED_S = 1.0
 """Seconds within which a signal repeats the first: a terminal and a wrapper, say, both send the same request."""
+_REQUEUE_TIMEOUT_S = 60
 MACHINE_KEY = "qerl_machine"
 """Checkpoint key of the processor and the versions."""
 
@@ -124,7 +126,7 @@ class ResumeCheckpoint(Checkpoint):
         if isinstance(exception, Preempted) and exception.signal_number == signal.SIGUSR1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which SLURM requeues; Lightning's teardown restores it
             if writes_files(trainer):
-                requeue_job()
+                _requeue_job()
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Restore the signal handlers, and forget the run."""
@@ -203,3 +205,19 @@ def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) ->
     ]
     if changed:
         log.warning("this run goes on elsewhere, so that its results may be rounded otherwise: %s", "; ".join(changed))
+
+
+def _requeue_job() -> None:
+    """Have SLURM start this job again; log a warning if it does not."""
+    variables = os.environ
+    job = variables.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in variables:
+        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_S)
+        reason = "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    if reason:
+        log.warning("`%s` fails (%s): submit the job again, with --resume auto", " ".join(command), reason)

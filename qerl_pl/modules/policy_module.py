@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least, require_type
+from qerl_pl.errors import UserError, require_at_least, require_type, take_sigusr1
 from qerl_pl.models.memory import pending_state_bytes
 from qerl_pl.modules.optimizer import (
     WARMUP_RATIO,
@@ -41,7 +41,6 @@ from qerl_pl.runtime.checks import (
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_directory, folder_fingerprint
 from qerl_pl.runtime.random_state import deterministic, random_state, set_random_state
-from qerl_pl.runtime.slurm import take_sigusr1
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
