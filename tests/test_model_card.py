@@ -237,3 +237,24 @@ def test_the_line_of_a_text_model_taken_out_of_a_multimodal_one(
     (tmp_path / "config.json").write_text(json.dumps(config))
     policy = PolicyConfig(path=str(tmp_path), lora=LoraConfig(rank=16))
     assert re.fullmatch(line, serving_line(policy, merged, "BASE", "out/mine", multimodal))
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("{a: [", "config.yaml must be YAML; .*config.yaml is not"),
+        ("name: tests\non: [push]\n", None),
+        ("[1, 2]", None),
+    ],
+)
+def test_another_configuration_in_the_folder_leaves_the_card_without_its_objective(
+    run: Path, tmp_path: Path, written: str, message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "config.yaml").write_text(written)
+    assert main(["export", str(copy), str(tmp_path / "adapter")]) == (2 if message else 0)
+    if message:
+        assert re.search(message, capsys.readouterr().err)
+        return
+    data = ModelCard.load(tmp_path / "adapter" / "README.md").data
+    assert data.base_model == BASE and "grpo" not in data.tags

@@ -47,7 +47,7 @@ def write_model_card(
     Args:
         folder: The exported adapter or model.
         run: The run's folder.
-        given: The contents of its config.yaml; empty if it has none.
+        given: The contents of its config.yaml, for objective and data sets; empty if it has none.
         policy: With the weights that are exported.
         merged: Whether the adapter is merged into the base.
         steps: Rollouts or steps that the weights were trained for.
@@ -60,7 +60,7 @@ def write_model_card(
     config, path = policy.config, run / "summary.json"
     summary = json.loads(path.read_bytes()) if path.is_file() else {}
     hub, base = _hub_name(config.path), Path(config.path or "Toy policy").name
-    objective = flatten(given.get("model", {}).get("objective")).get("")
+    objective = flatten((given.get("model") or {}).get("objective")).get("")
     formats = [] if config.quantization == "none" else [config.quantization]
     tags = ["qerl_pl", _TAGS[kind], *(["lora"] if config.lora_spec else []), *formats]
     is_adapter = not merged and not policy.full_finetuning
