@@ -18,13 +18,12 @@ from cli_helpers import built
 from pages import ROOT, commands, fences
 from PIL import Image
 from pyarrow.parquet import write_table
-from safetensors.torch import load_file, save_file
 from test_data import make_tokenizer, prompts_of, write_jsonl
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from qerl_pl.chat.continuation import ChatContinuation
-from qerl_pl.chat.template import CACHED_PROMPTS, cached_prompts, render_prompts
+from qerl_pl.chat.template import RENDERED_AT_ONCE, render_prompts
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import BigMathDataModule, TableConfig, TableDataModule
 from qerl_pl.errors import UserError
@@ -314,35 +313,6 @@ def test_options_of_a_single_table_beside_several_are_refused(options: dict[str,
     assert len(TableDataModule(tables, split="other").train_rows()) == len(ROWS)
 
 
-def test_rendered_prompts_are_cached(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
-    rows = [{"question": "How " * (n % 7 + 1), "answer": str(n)} for n in range(CACHED_PROMPTS)]
-
-    def rendered(**settings: Any) -> dict[str, tuple[int, ...]]:
-        data = TableDataModule(rows, batch_size=1, val_size=0, tokenizer=tokenizer, **settings)
-        data.setup("fit")
-        return {prompt.id: prompt.token_ids for prompt in prompts_of(data, "train")}
-
-    first = rendered()
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
-    expected = render_prompts(loaded, [row["question"] for row in rows])
-    assert first == {f"train-{n}": tuple(ids) for n, ids in enumerate(expected)}
-    (cached,) = tmp_path.glob("prompts-*/prompts.safetensors")
-    assert rendered() == first
-    rendered(system_prompt="How")
-    rendered(chat_template_kwargs={"enable_thinking": False})
-    assert len([*tmp_path.glob("prompts-*")]) == 3
-    saved = load_file(cached)
-    saved["tokens"][0] = 77
-    save_file(saved, cached)
-    assert rendered()["train-0"] == (77, *first["train-0"][1:])  # read, not rendered
-    with caplog.at_level(logging.INFO, "qerl_pl"):
-        TableDataModule(rows[:-1], batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
-    assert len([*tmp_path.glob("prompts-*")]) == 3  # few prompts are rendered sooner than looked up
-
-
 def test_the_page_s_example_trains(
     tmp_path: Path, tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -482,14 +452,11 @@ def test_an_environment_takes_no_rendered_text() -> None:
     assert continuation.prompt("How many?") == continuation.prompt([{"role": "user", "content": "How many?"}])
 
 
-def test_token_ids_of_many_prompts_share_their_numbers(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+def test_token_ids_of_many_prompts_share_their_numbers(tokenizer: str) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     loaded.add_tokens([f"rare{n}" for n in range(600)])
-    chats = [f"rare{n % 600} rare{n % 600}" for n in range(CACHED_PROMPTS + 1)]
-    rendered = cached_prompts(loaded, chats, None, {})
-    assert [list(ids) for ids in rendered] == render_prompts(loaded, chats, None)
+    chats = [f"rare{n % 600} rare{n % 600}" for n in range(RENDERED_AT_ONCE + 1)]
+    rendered = render_prompts(loaded, chats, None)
+    assert [rendered[0], rendered[-1]] == [render_prompts(loaded, [chats[n]], None)[0] for n in (0, -1)]
     large = [token for ids in rendered for token in ids if token > 256]
     assert len({id(token) for token in large}) == len(set(large)) > 400

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
+from qerl_pl.chat.template import Chat, TemplateFrame, render_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import Row, TableConfig, answers_by_prompt, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
@@ -235,7 +235,7 @@ class PromptDataModule(ResumableDataModule):
         if self.instruction:
             asked = f"\n{self.instruction}"
             chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
-        token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
+        token_ids = render_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
         prompts = []
         for index in self._short([len(ids) for ids in token_ids], "max_prompt_tokens", use):
             row, ids = rows[index], tuple(token_ids[index])
