@@ -21,7 +21,6 @@ from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, prompt_metrics
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
@@ -56,14 +55,9 @@ class EvaluationReport(Callback, ChecksFirst):
     RUN/evaluation/DIGEST.jsonl, where the digest covers the settings that a sample depends on: weights, sampling,
     prompt format and rewards, but not the code of rewards and environments. After a kill, the same command continues
     from these samples.
-
-    Args:
-        resamples: Bootstrap resamples of an interval.
     """
 
-    def __init__(self, resamples: int = 2000) -> None:
-        require_at_least(1, {"EvaluationReport's resamples": resamples})
-        self.resamples = resamples
+    def __init__(self) -> None:
         self._prompts: dict[str, list[EvaluatedPrompt]] = {}
         self._tells_answers = True
         self._settings: dict[str, Any] = {}
@@ -155,7 +149,7 @@ class EvaluationReport(Callback, ChecksFirst):
             for metric, values in prompt_metrics(prompts, self._tells_answers).items():
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
                 fractions = not re.search("(^|_)(length_mean|reward_)", metric)
-                low, high = bootstrap_interval(values, seed, self.resamples, fractions)
+                low, high = bootstrap_interval(values, seed, fractions=fractions)
                 metrics[metric] = {"value": values.mean().item(), "low": low, "high": high}
             sets[name or stage] = {"prompts": len(prompts), "samples": len(prompts[0].samples), "metrics": metrics}
             bounds = {
@@ -167,7 +161,7 @@ class EvaluationReport(Callback, ChecksFirst):
                 logger.log_metrics(bounds, step=module.policy_version + BEFORE_TRAINING)
         folder = Path(trainer.default_root_dir)
         machine = machine_of(trainer.strategy.root_device) | installed_versions(["math-verify"])
-        report = {"sets": sets, "resamples": self.resamples, **self._settings, "machine": machine}
+        report = {"sets": sets, **self._settings, "machine": machine}
         text, json_file = report_table(report), folder / "evaluation.json"
         atomic_write(json_file, (json.dumps(report, indent=2) + "\n").encode())
         atomic_write(folder / "evaluation.md", text.encode())
