@@ -139,7 +139,8 @@ def export(
             if multimodal is not None:
                 rename_to_multimodal(folder, multimodal)
         write_model_card(folder, run, _run_config(run), policy, merge, steps, kind, dst.name, multimodal)
-    print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
+    what = "the complete model" if merge or policy.full_finetuning else f"the adapter of {config.base_name}"
+    print(f"wrote {what} to {dst}; after {steps} {STEP[kind]}, from {path}")
     own = config.path if config.quantization == "none" and config.path is not None else str(base)
     print(f"serve it: {serving_line(config, merge, multimodal or own, str(dst), multimodal is not None)}")
     if config.path is not None and (merge or policy.full_finetuning):  # no other program knows the toy's tokenizer
@@ -162,20 +163,6 @@ def _check_multimodal(model: str, base: Path, is_model: bool) -> None:
             f"--multimodal must be a model of text and images whose text model is the run's base, {own}; {model} has "
             f"{found or 'none, or cannot be reached'}; name the model that `qerl quantize` took the base from"
         )
-
-
-def _described(config: PolicyConfig, merge: bool) -> str:
-    if config.lora_spec is None:
-        return f"the complete model ({config.dtype})"
-    if merge:
-        return "the complete model (adapter merged in, bfloat16)"
-    form = "" if config.quantization == "none" else f" in {config.quantization.upper()}"
-    return f"the adapter (rank {config.lora_spec.rank}, base {config.base_name}{form})"
-
-
-def _size(folder: Path) -> str:
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return f"{len(sizes)} files of {sum(sizes) / 2**20:.1f} MiB"
 
 
 class _Merged:
