@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -225,21 +224,6 @@ def test_a_reward_that_is_none_everywhere_is_warned_of_once(
     assert all(f"completions of rollout 4, the first of them of row {PROMPTS[0].id}: " in text for text in warned)
     assert {name for name in given if f"reward/{name}" in found.metrics} == given.keys() - missing
     assert found.metrics["reward/std"] == pytest.approx(std, nan_ok=True)
-
-
-@pytest.mark.parametrize("masked", [True, False])
-def test_completions_that_are_all_truncated_and_masked_are_told_of(
-    masked: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Endless(Scripted):
-        def generate(self, requests: Any, sampling: Any) -> list[list[Completion]]:
-            groups = super().generate(requests, sampling)
-            return [[replace(completion, finish_reason="length") for completion in group] for group in groups]
-
-    objective = DrGRPO(mask_truncated=masked)
-    collector = Collector(config_of(), Endless(), Words(), objective, seed=7)  # type: ignore[arg-type]
-    collector.collect(PROMPTS[:2], 4, nobody)
-    assert ("rollout 4 trains nothing: mask_truncated leaves out" in caplog.text) == masked
 
 
 @pytest.mark.parametrize("name", ["", "hard"])

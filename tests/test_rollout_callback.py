@@ -15,7 +15,7 @@ from rank_helpers import on_ranks
 from scripted import PROMPTS, SAMPLING, Scripted, Watched, Words, config_of, evaluator_of
 from short_run import data, module_of, rollout_of, trainer_of
 
-from qerl_pl.algorithm import GRPO, DrGRPO, NoiseSchedule, NormNoise
+from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, EvaluationConfig, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
@@ -457,29 +457,6 @@ def test_a_mismatch_above_its_bound_is_warned_of(bound: float, warned: bool, cap
     rollout_of(mismatch_bound=bound).on_train_batch_end(trainer, module_of(Path("nowhere")), None, None, 0)
     assert ("differ by 0.250 nats a token, more than mismatch_bound=0.2:" in caplog.text) == warned
     assert bool(caplog.records) == warned
-
-
-@pytest.mark.parametrize(
-    ("sampling", "objective", "warned"),
-    [
-        ({}, GRPO(), []),
-        ({"top_p": 0.5}, GRPO(correction="off"), []),
-        ({"top_p": 0.5}, GRPO(), ["rollout.sampling.top_p raises the sampler's probabilities"]),
-        (
-            {"top_k": 3},
-            GRPO(correction="geometric_mask"),
-            ["rollout.sampling.top_k raises the sampler's probabilities"],
-        ),
-    ],
-)
-def test_filtered_sampling_is_told_of_beside_a_correction(
-    sampling: dict[str, Any], objective: Any, warned: list[str], tiny_policy_dir: Path, tmp_path: Path, caplog: Any
-) -> None:
-    rollout = rollout_of(sampling=SamplingConfig(max_tokens=4, **sampling))
-    module = module_of(tiny_policy_dir, objective=objective, update_epochs=1)
-    trainer_of(tmp_path, rollout=rollout, noise=False, max_steps=1).fit(module, datamodule=data())
-    lines = [line.getMessage() for line in caplog.records if "correction" in line.getMessage()]
-    assert len(lines) == len(warned) and all(text in line for text, line in zip(warned, lines, strict=True))
 
 
 def test_sizes_that_do_not_divide_are_refused_in_training_alone(tiny_policy_dir: Path, tmp_path: Path) -> None:

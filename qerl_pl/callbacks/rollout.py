@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
@@ -262,7 +261,6 @@ class RolloutCallback(Callback, SamplingCallback):
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
-        _warn_of_filters(self.config.sampling, module.objective.rollout_correction)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
@@ -362,18 +360,3 @@ def _data(trainer: Trainer) -> PromptDataModule:
             f"rollouts need a PromptDataModule; got {type(data).__name__}; pass one of qerl_pl.datamodules as data"
         )
     return data
-
-
-def _warn_of_filters(sampling: SamplingConfig, correction: RolloutCorrection | CorrectionFunction) -> None:
-    """Log a warning if training samples with filters and the objective corrects for the sampler's probabilities.
-
-    A filter divides the probabilities of the remaining tokens by their sum, so that every ratio of trainer to sampler
-    is below 1.
-    """
-    filters = [name for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)) if getattr(sampling, name) != off]
-    if filters and correction != RolloutCorrection(weights=None):
-        log.warning(
-            "rollout.sampling.%s raises the sampler's probabilities above the trainer's, which importance weights and "
-            "rejection count as a mismatch: sample without it, or set model.objective.correction to off",
-            filters[0],
-        )

@@ -264,13 +264,6 @@ class Collector:
         """Log a warning if nothing trains, and, once for each, about rewards that apply to no completion."""
         if training and not advantages.any() and not self.objective.needs_teacher:
             log.warning("rollout %d has no advantages: each group's rewards are equal or missing", version)
-        if training and self.objective.mask_truncated and all(all(group.truncated) for group in training):
-            log.warning(
-                "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
-                "raise rollout.sampling.max_tokens",
-                version,
-                self.config.sampling.max_tokens,
-            )
         for name in groups[0].rewards.keys() - {EnvironmentReward.name} - self._missing_rewards:
             if all(group.rewards[name].isnan().all() for group in groups):
                 self._missing_rewards.add(name)
