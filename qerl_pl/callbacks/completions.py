@@ -95,7 +95,7 @@ def _truncate(path: Path, version: int) -> None:
         file.truncate(end)
 
 
-LOGGED = 4
+PANEL_SIZE = 4
 """Completions of a rollout that are logged, of as many prompts."""
 COLUMNS = ["rollout", "prompt_id", "prompt", "completion", "reference", "reward", "rewards", "tokens", "truncated"]
 
@@ -107,7 +107,7 @@ def _of_several_prompts(records: Sequence[CompletionRecord]) -> list[CompletionR
     for index, record in enumerate(records):
         order.append((seen[record.prompt_id], index))
         seen[record.prompt_id] += 1
-    return [records[index] for _, index in sorted(order)[:LOGGED]]
+    return [records[index] for _, index in sorted(order)[:PANEL_SIZE]]
 
 
 def dialogue_text(messages: Sequence[Mapping[str, Any]]) -> str:
