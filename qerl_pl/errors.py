@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -117,6 +118,17 @@ class Stopped(SystemExit):
 def sigusr1_as_sigterm(number: int, frame: FrameType | None) -> None:
     """Handle SIGUSR1, by which SLURM announces a time limit, as SIGTERM."""
     signal.raise_signal(signal.SIGTERM)
+
+
+def take_sigusr1() -> None:
+    """Handle SIGUSR1 as SIGTERM in a job of SLURM, unless it has a handler.
+
+    To be called before Lightning installs its own, which saves in the middle of a step.
+    """
+    in_job = "SLURM_JOB_ID" in os.environ or "SLURM_NTASKS" in os.environ
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_job and in_main_thread and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, sigusr1_as_sigterm)
 
 
 class StopSignals:

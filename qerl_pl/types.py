@@ -345,8 +345,6 @@ class EvaluatedPrompt:
     greedy: GradedAnswer
     samples: Sequence[GradedAnswer]
     """S samples."""
-    extra: Mapping[str, Sequence[GradedAnswer]] = field(default_factory=dict, hash=False)
-    """S samples by each of `rollout.evaluation.extra_sampling`, by name."""
 
 
 @dataclass(frozen=True)

@@ -71,21 +71,6 @@ def fork_and_return() -> str:
     return "child" if os.fork() == 0 else "parent"
 
 
-def terminated_children() -> list[int | None]:
-    """Exit codes of two forks that get SIGTERM at once: without a handler of their own, and with one."""
-    codes = []
-    worker = signal.getsignal(signal.SIGTERM)
-    for handler in (worker, lambda number, frame: os._exit(7)):
-        signal.signal(signal.SIGTERM, handler)
-        child = multiprocessing.get_context("fork").Process(target=endless)
-        child.start()
-        child.terminate()
-        child.join()
-        codes.append(child.exitcode)
-    signal.signal(signal.SIGTERM, worker)
-    return codes
-
-
 def leave_process() -> str:
     """A process in a session of its own goes on; gives its id."""
     return str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
@@ -199,7 +184,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "process": leave_process,
     "fork": fork_and_return,
     "multiprocessing": lambda: str(multiprocessing.get_context("fork").Pool(1).apply(abs, (-7,))),
-    "terminate": terminated_children,
     "noise": noise,
     "closed_streams": broken_streams,
     "changed_process": change_process,

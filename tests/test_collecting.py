@@ -2,23 +2,18 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from rank_helpers import on_ranks
 from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
 
 from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector, pad_completions, require_finite_logprobs
-from qerl_pl.rollout.metrics import repeats_itself
 from qerl_pl.rollout.scoring import Scorer
-from qerl_pl.runtime.communicator import Communicator
 from qerl_pl.seeds import stream_seed
-from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.types import Completion, Prompt, SamplingConfig
 
 
 def collector_of(engine: Any, tokenizer: Any = None, **changes: Any) -> Collector:
@@ -76,7 +71,6 @@ def test_an_experience_worked_out(pad: int | None) -> None:
         "completions/groups_without_signal_frac": sum(len(set(total[i : i + 4])) == 1 for i in (0, 4, 8)) / 3,
         "completions/sampler_entropy": -sum(own(True, token) for _, tokens in rows for token in tokens) / sum(counts),
         "completions/sampled_tokens": sum(counts),
-        "completions/repetitive_frac": 0.0,
     }
     times = {name: value for name, value in found.metrics.items() if name.startswith("time/")}
     assert found.metrics == pytest.approx(expected | times, abs=1e-6)
@@ -232,21 +226,6 @@ def test_a_reward_that_is_none_everywhere_is_warned_of_once(
     assert found.metrics["reward/std"] == pytest.approx(std, nan_ok=True)
 
 
-@pytest.mark.parametrize("masked", [True, False])
-def test_completions_that_are_all_truncated_and_masked_are_told_of(
-    masked: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Endless(Scripted):
-        def generate(self, requests: Any, sampling: Any) -> list[list[Completion]]:
-            groups = super().generate(requests, sampling)
-            return [[replace(completion, finish_reason="length") for completion in group] for group in groups]
-
-    objective = DrGRPO(mask_truncated=masked)
-    collector = Collector(config_of(), Endless(), Words(), objective, seed=7)  # type: ignore[arg-type]
-    collector.collect(PROMPTS[:2], 4, nobody)
-    assert ("rollout 4 trains nothing: mask_truncated leaves out" in caplog.text) == masked
-
-
 @pytest.mark.parametrize("name", ["", "hard"])
 def test_an_evaluation_worked_out(name: str) -> None:
     engine, policy = Scripted(), Watched()
@@ -280,7 +259,7 @@ def test_wrong_answers_vote_by_their_normal_form() -> None:
     assert len(wrong) > 1 and set(wrong) == {"the same"} and right and "the same" not in right
 
 
-def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_cannot_be_are_refused() -> None:
     for name, value, message in (
         ("group_size", 1, "at least 2 completions; got group_size=1"),
         ("resample_rounds", -1, "resample_rounds .*got -1"),
@@ -296,10 +275,6 @@ def test_settings_that_cannot_be_are_refused(caplog: pytest.LogCaptureFixture) -
     config_of(group_size=2, accuracy_reward="long")
     for given, name in ((None, "even"), ("long", "long")):
         assert evaluator_of(Scripted(), samples=1, accuracy_reward=given).config.scorer.accuracy.name == name
-    for longest, warned in ((3, False), (4, True)):
-        caplog.clear()
-        config_of(rewards=[Even(), OverlongPenalty(max_length=longest, buffer=1)])
-        assert ("reaches -1 at 4 tokens, but completions have at most 3" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -354,39 +329,3 @@ def test_a_group_with_equal_totals_has_a_signal_where_each_reward_is_normalized_
     assert 0 < sum(mixed) < 30 and [record.trained for record in found.records[::4]] == signal
     assert found.metrics["completions/groups_without_signal_frac"] == signal.count(False) / 30
     assert len(found) == 4 * sum(signal) and found.advantages.ne(0).all()
-
-
-@pytest.mark.parametrize(
-    ("tokens", "repeats"),
-    [
-        ([], False),
-        ([1, 1, 1], False),  # no 4-gram
-        ([1, 1, 1, 1], False),
-        ([1, 1, 1, 1, 1], False),  # one of two is a repetition
-        ([1, 1, 1, 1, 1, 1], True),  # two of three
-        ([1, 2, 3, 4] * 2, False),  # 1 of 5
-        ([1, 2, 3, 4] * 3, True),  # 5 of 9
-        (list(range(50)), False),
-        ([0, *[1, 2] * 3, 9, 8, 7, 6], False),  # 1 of 8
-    ],
-)
-def test_a_completion_repeats_itself_by_its_4_grams(tokens: list[int], repeats: bool) -> None:
-    assert repeats_itself(tokens) == repeats
-
-
-class Stuck(Scripted):
-    """An engine whose first completion of the first prompt says one token for ever."""
-
-    def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
-        groups = super().generate(requests, sampling)
-        stuck = Completion((1,) * 9, (own(True, 1),) * 9, "length")
-        first = [request.prompt_ids == PROMPTS[0].token_ids and len(request.seeds) > 1 for request in requests]
-        return [[stuck, *group[1:]] if at_first else group for at_first, group in zip(first, groups, strict=True)]
-
-
-def test_the_share_of_completions_that_repeat_themselves_is_that_of_all_ranks() -> None:
-    def work(ranks: Communicator) -> float:
-        collector = Collector(config_of(), Stuck(), Words(), DrGRPO(), 7, ranks)  # type: ignore[arg-type]
-        return collector.collect(PROMPTS[:3], 4, nobody).metrics["completions/repetitive_frac"]
-
-    assert on_ranks(1, work) == [1 / 12] and on_ranks(2, work) == [1 / 12] * 2

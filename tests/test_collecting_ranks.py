@@ -1,6 +1,5 @@
 """A rollout that several ranks make together is that of one, and its times are those that were spent."""
 
-import logging
 import threading
 from typing import Any
 
@@ -116,12 +115,8 @@ def test_each_phase_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert times == {"wait": 0.0, "rollout": 4.0, "reward": 16.0} and found.seconds == 20.0
 
 
-@pytest.mark.parametrize(
-    ("waits", "average"), [((6.0, 0.0, 4.5), "3.5"), ((4.5, 0.0, 3.0), None), ((6.0, 0.0), "3.0"), ((5.0, 0.0), None)]
-)
-def test_the_slowest_rank_is_named_where_others_wait_long(
-    waits: tuple[float, ...], average: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("waits", [(6.0, 0.0, 4.5), (5.0, 0.0)])
+def test_times_are_those_of_the_slowest_rank(waits: tuple[float, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     clock, sampling = Clock(), (4.0, 10.0, 6.0)
     monkeypatch.setattr("qerl_pl.rollout.metrics.time", clock)
 
@@ -134,14 +129,9 @@ def test_the_slowest_rank_is_named_where_others_wait_long(
         collector = collector_on(ranks, Slow(clock, sampling[ranks.rank]))
         return dict(collector.collect(PROMPTS, 9, nobody).metrics)
 
-    with caplog.at_level(logging.WARNING, "qerl_pl"):
-        found = on_ranks(len(waits), work)
-    for metrics in found:
-        # The slowest rank's time of a phase, but how long ranks waited on average; above a quarter it is told.
+    for metrics in on_ranks(len(waits), work):  # of a phase, but how long ranks waited on average
         assert metrics["time/rollout_s"] == 10
         assert metrics["time/wait_s"] == sum(waits) / len(waits)
-    said = f"rollout 9: ranks waited {average} s on average for rank 1, which sampled for 10.0 s"
-    assert [said in record.message for record in caplog.records] == [True] * len(waits) * (average is not None)
 
 
 # Which rank samples which prompts -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qerl_pl.cli import completions_page
+from qerl_pl.cli import commands
 from qerl_pl.cli.commands import answered
 from qerl_pl.cli.compare import compare, paired_interval
 from qerl_pl.errors import UserError
@@ -138,13 +138,13 @@ def test_completions_come_back_as_they_are(tmp_path: Path, text: str) -> None:
 
 
 def test_the_program_of_the_page_writes_text_alone_and_loads_nothing() -> None:
-    template = completions_page.TEMPLATE.read_text()
+    template = commands.COMPLETIONS_PAGE.read_text()
     assert "innerHTML" not in template and "insertAdjacentHTML" not in template and "document.write" not in template
     assert "http" not in template and "src=" not in template
 
 
 def test_rollouts_are_left_out_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions_page, "MOST", 4)
+    monkeypatch.setattr(commands, "MAX_COMPLETIONS", 4)
     written(tmp_path, [record(version, "x") for version in range(10)])
     assert answered(["completions", str(tmp_path), str(tmp_path / "page.html")]) == 0
     data = json.loads(Page((tmp_path / "page.html").read_text()).data)

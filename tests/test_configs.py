@@ -315,8 +315,8 @@ def test_grpo_has_no_kl_penalty_unless_one_is_set(
         [
             "-c",
             "quickstart_tools",
-            "--rollout.evaluation.extra_sampling",
-            "{card: {temperature: 0.6}}",
+            "--rollout.evaluation.sampling",
+            "{temperature: 0.6}",
             "--noise",
             "null",
         ],

@@ -9,9 +9,9 @@ import torch
 from lightning.pytorch import Trainer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import CACHED_PROMPTS, render_prompt
+from qerl_pl.chat.template import render_prompt
 from qerl_pl.datamodules import ArithmeticConversations, ConversationDataModule
-from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, Conversations, padded
+from qerl_pl.datamodules.conversations import CACHED_ROWS, Conversation, ConversationBatch, Conversations, padded
 from qerl_pl.errors import UserError
 from qerl_pl.toy.task import split_of
 
@@ -333,7 +333,7 @@ def test_text_that_is_no_messages_is_refused(tokenizer: PreTrainedTokenizerBase,
 
 def test_many_rows_are_cached_and_lie_in_tensors(tiny_policy_dir: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
-    rows = [{"question": f"Is it {n}?", "answer": "Yes. " * (9 * n % 50)} for n in range(1, CACHED_PROMPTS + 1)]
+    rows = [{"question": f"Is it {n}?", "answer": "Yes. " * (9 * n % 50)} for n in range(1, CACHED_ROWS + 1)]
     rows = [row | {"answer": row["answer"] or "No."} for row in rows]
 
     def read(rows: list[dict[str, Any]], **settings: Any) -> ConversationDataModule:

@@ -191,12 +191,8 @@ BIGMATH = [
     ("filters", "kept"),
     [
         ({}, {0, 1, 2, 3, 4}),
-        ({"min_solve_rate": 0.5}, {1, 2, 3}),
-        ({"max_solve_rate": 0.5}, {0, 1}),
-        ({"min_solve_rate": 0.1, "max_solve_rate": 0.9, "sources": ["math"]}, {1}),
         ({"levels": [3, 4, 5]}, {0, 1}),
         ({"levels": [2]}, {2}),
-        ({"sources": ["orca"]}, {2}),
     ],
 )
 def test_bigmath_filters(tmp_path: Path, tokenizer: str, filters: dict, kept: set[int]) -> None:
@@ -208,43 +204,17 @@ def test_bigmath_filters(tmp_path: Path, tokenizer: str, filters: dict, kept: se
     assert all((prompt.text, prompt.reference) == (f"p{prompt.id[6:]}", f"a{prompt.id[6:]}") for prompt in prompts)
 
 
-def test_bigmath_validates_on_another_table(tmp_path: Path, tokenizer: str) -> None:
-    train = write_jsonl(tmp_path / "bigmath.jsonl", BIGMATH)
-    val = write_jsonl(tmp_path / "math.jsonl", [{"problem": "v", "answer": "\\pi", "level": 2, "subject": "Algebra"}])
-    data = BigMathDataModule(str(train), val_path=str(val), batch_size=5, tokenizer=tokenizer)
-    data.setup("fit")
-    assert [(prompt.id, prompt.reference) for prompt in prompts_of(data, "val")] == [("validation-0", "\\pi")]
-    assert len(prompts_of(data, "train")) == 5
-
-
 def test_bigmath_drops_rows_without_an_answer(tmp_path: Path, tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
-    """No completion is right there; a benchmark's table, which is not filtered, is refused."""
+    """No completion is right there."""
     rows = [{"problem": f"p{n}", "answer": answer} for n, answer in enumerate(["1", "", "2", " \n", "3"])]
     file = write_jsonl(tmp_path / "bigmath.jsonl", rows)
     data = BigMathDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer)
     data.setup("fit")
     assert {prompt.id for prompt in prompts_of(data, "train")} == {"train-0", "train-2", "train-4"}
-    assert f"2 of 5 rows of {file} have an empty answer, row 2 the first: they are left out" in caplog.text
-    train = write_jsonl(tmp_path / "train.jsonl", BIGMATH)
-    with pytest.raises(UserError, match="an answer must not be empty; row 2 of .*bigmath.jsonl has none; correct it"):
-        BigMathDataModule(str(train), val_path=str(file), batch_size=1, tokenizer=tokenizer).setup("fit")
+    assert f"2 of 5 rows of {file} have an empty answer: they are left out" in caplog.text
     write_jsonl(file, rows[1:2])
     with pytest.raises(UserError, match="an answer must not be empty; none of 1 rows of .*bigmath.jsonl has one"):
         BigMathDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
-
-
-@pytest.mark.parametrize("path", ["train.jsonl", ""])
-def test_bigmath_does_not_validate_on_the_file_that_it_trains_on(tmp_path: Path, tokenizer: str, path: str) -> None:
-    write_jsonl(tmp_path / "train.jsonl", BIGMATH)
-    same = str(tmp_path / "x" / ".." / "train.jsonl")
-    (tmp_path / "x").mkdir()
-    data = BigMathDataModule(str(tmp_path / path), val_path=same, batch_size=1, tokenizer=tokenizer)
-    with pytest.raises(UserError, match="val_path must be another table than is trained on; got val_path=.*; name"):
-        data.setup("fit")
-    write_jsonl(tmp_path / "test.jsonl", [{"problem": "v", "answer": "1"}])
-    data = BigMathDataModule(str(tmp_path), val_path=str(tmp_path), batch_size=1, tokenizer=tokenizer)
-    data.setup("fit")  # a folder has a file a split
-    assert [prompt.text for prompt in prompts_of(data, "val")] == ["v"]
 
 
 def test_questions_that_are_trained_on_and_held_out_are_counted(
@@ -398,7 +368,6 @@ WITH_KEYS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "GSM8K": (lambda _: GSM8KDataModule(ABSENT).train_rows(), "data.path"),
     "Big-Math": (lambda _: BigMathDataModule(ABSENT).train_rows(), "data.path"),
-    "validation": (lambda file: BigMathDataModule(str(file), val_path=ABSENT).val_rows(), "data.val_path"),
     "conversations": (lambda _: ConversationDataModule(ABSENT).train_rows(), "data.path"),
     "calibration": (lambda _: calibration_texts(ABSENT, None, 1), "--calibration"),  # type: ignore[arg-type]
 }
@@ -449,9 +418,7 @@ def test_folder_without_the_split(gsm8k: Path, tokenizer: str) -> None:
 @pytest.mark.parametrize(
     ("filters", "rows", "message"),
     [
-        ({"sources": ["amc"]}, BIGMATH, "none of 5"),
         ({"levels": [7]}, BIGMATH, "none of 5"),
-        ({"min_solve_rate": 2.0}, BIGMATH, "none of 5"),
         (
             {"levels": [3]},
             [{"problem": "p", "answer": "1"}],

@@ -40,11 +40,11 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from benchmarks.random_model import noisy_norms
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
+from qerl_pl.cli.quantize import calibrate_checkpoint
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm import weight_map
 from qerl_pl.engines.vllm.startup import position_overrides
 from qerl_pl.errors import UserError
-from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import load_dense_model, write_dense_checkpoint
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.formats.quantize import quantize_checkpoint

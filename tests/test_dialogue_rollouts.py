@@ -436,7 +436,7 @@ def test_an_engine_that_takes_turns_as_they_are_ready_waits_for_no_tool() -> Non
 # Long observations ----------------------------------------------------------------------------------------------------
 
 
-def test_a_long_observation_ends_its_dialogue_before_the_first_turn(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_observation_ends_its_dialogue_before_the_first_turn() -> None:
     class Wordy(Game):
         def __init__(self, row: Mapping[str, Any]) -> None:
             self.game = WordyGame()
@@ -456,7 +456,6 @@ def test_a_long_observation_ends_its_dialogue_before_the_first_turn(caplog: pyte
         one.token_ids
         for one in sampler_of(LocalPool(Game)).sample(Playing(7), jobs[::2], SAMPLING, 7)  # type: ignore[arg-type]
     ]
-    assert caplog.text.count("more than data.max_prompt_tokens=200: such dialogues end before their first turn") == 1
     assert all(session.closed for session in pool.sessions)
 
 

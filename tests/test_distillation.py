@@ -27,8 +27,7 @@ from qerl_pl.algorithm.losses import distillation_advantages
 from qerl_pl.algorithm.objectives import Divergence, LossInputs
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.errors import UserError
-from qerl_pl.models.memory import held_gib
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, QeRLModule, TeacherConfig
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig, TeacherConfig
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.policy.teacher import Teacher, check_same_tokens
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY
@@ -481,17 +480,3 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(
     other = distilling(student_dir, student_dir)
     with pytest.raises(UserError, match="a run keeps its teacher"):
         trainer_of(tmp_path / "other").fit(other, datamodule=data(), ckpt_path=str(path), weights_only=True)
-
-
-@pytest.mark.parametrize("coefficient", [0.0, 0.1])
-def test_full_fine_tuning_counts_the_teacher_that_it_loads(
-    student_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, coefficient: float
-) -> None:
-    policy = PolicyConfig(path=str(student_dir), quantization="none", dtype="float32", finetune="full")
-    module = QeRLModule(policy, GRPO(beta=0.0, distillation_coefficient=coefficient))
-    caplog.set_level("INFO")
-    trainer_of(tmp_path / "run", limit_train_batches=1).fit(module, datamodule=data())
-    (counted,) = (line for line in caplog.messages if line.startswith("full fine-tuning holds"))
-    assert ("teacher" in counted) == (module.teacher is not None) == (coefficient > 0)
-    if module.teacher is not None:
-        assert f"teacher {held_gib(module.teacher._model.parameters()):.3g};" in counted

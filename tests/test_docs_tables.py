@@ -129,7 +129,7 @@ def test_memory_of_full_fine_tuning_is_what_the_check_before_a_run_counts() -> N
         weights = float(billions) * 1e9 / GIB
         assert float(engine) == pytest.approx(2 * weights, abs=0.06)
         for optimizer, (held, *left) in ((eight, cells[:3]), (torch.optim.AdamW, cells[3:])):
-            needed = (MASTER + GRADIENT + optimizer_bytes(optimizer, torch.device("cpu")).state) * weights
+            needed = (MASTER + GRADIENT + optimizer_bytes(optimizer, torch.device("cpu"))) * weights
             assert float(held) == pytest.approx(needed, abs=0.06)
             for name, cell in zip(header[4:6], left, strict=True):
                 free = float(name.removeprefix("left of ")) - 2 * weights - needed

@@ -105,46 +105,6 @@ def test_a_report_has_every_metric_of_every_set(
     assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
 
 
-def test_several_samplings_are_in_one_report(
-    tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    extra = ["--rollout.evaluation.extra_sampling", "{card: {temperature: 0.6, top_p: 0.95}}"]
-    plain = evaluate(tiny_policy_dir, tmp_path / "plain", sets)
-    assert "extra_sampling" not in plain
-    report = evaluate(tiny_policy_dir, tmp_path / "run", sets, *extra)
-    assert report["samples"] == plain["samples"]  # the usual sampling's file, so that its samples are used again
-    card = report["extra_sampling"]["card"]
-    assert (card["sampling"]["temperature"], card["sampling"]["top_p"], card["sampling"]["max_tokens"]) == (
-        0.6,
-        0.95,
-        6,
-    )
-    assert card["samples"] != report["samples"]
-    assert len((tmp_path / "run" / card["samples"]).read_text().splitlines()) == 10  # no greedy ones
-    for name, results in report["sets"].items():
-        usual = {key: value for key, value in results["metrics"].items() if not key.startswith("card_")}
-        assert usual == plain["sets"][name]["metrics"]
-        for key, curve in results["pass@k"].items():
-            assert curve["k"] == [1, 2]
-            metric = results["metrics"]["pass@2" if key == "samples" else "card_pass@2"]
-            assert [curve[one][1] for one in ("value", "low", "high")] == [
-                metric[one] for one in ("value", "low", "high")
-            ]
-    text = (tmp_path / "run" / "evaluation.md").read_text()
-    assert "| card: mean over samples (pass@1) | " in text and "| card: pass@2 | " in text
-    assert "; card: max_tokens 6, temperature 0.6, top_p 0.95, " in text and text in capsys.readouterr().out
-    log = EventAccumulator(str(next((tmp_path / "run").glob("events.*")))).Reload()
-    (event,) = log.Scalars("test/easy/card_pass@2_low")
-    assert event.value == pytest.approx(report["sets"]["easy"]["metrics"]["card_pass@2"]["low"])
-    # By itself the card's sampling takes those samples, and asks for the greedy ones alone.
-    alone = evaluate(
-        tiny_policy_dir, tmp_path / "run", sets, "--rollout.evaluation.sampling", "{temperature: 0.6, top_p: 0.95}"
-    )
-    assert alone["samples"] == card["samples"]
-    found = alone["sets"]["hard"]["metrics"]["pass@2"]["value"]
-    assert found == report["sets"]["hard"]["metrics"]["card_pass@2"]["value"]
-
-
 def test_a_rewards_settings_are_in_the_digest_of_its_samples() -> None:
     class Mine:
         name, weight = "mine", 1.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted import Even, Scripted, Watched, evaluator_of
 
-from qerl_pl.callbacks import EvaluationConfig, RolloutCallback
+from qerl_pl.callbacks import EvaluationConfig
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import SampleCache
 from qerl_pl.rollout.scoring import Scorer
@@ -119,55 +119,6 @@ def test_an_incomplete_first_line_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_text('{"set": "x"')
     assert len(SampleCache(file)) == 0 and file.read_text() == ""
-
-
-CARD = SamplingConfig(max_tokens=3, temperature=0.6, top_p=0.95)
-
-
-def test_extra_samplings_are_sampled_beside_the_usual_one() -> None:
-    engine = Counting()
-    found = evaluate(engine, extra={"card": CARD}, samples=2)
-    assert engine.asked == [(0.0, [1] * 5), (1.0, [2] * 5), (0.6, [2] * 5)]
-    assert [call[2] for call in engine.calls if call[0] == "generate"][-1] == CARD
-    alone = evaluate(Counting(), sampling=CARD, samples=2)
-    for prompt, by_itself, usual in zip(
-        found.prompts, alone.prompts, evaluate(Counting(), samples=2).prompts, strict=True
-    ):
-        assert prompt.extra == {"card": by_itself.samples}  # that evaluation's very samples
-        assert (prompt.greedy, prompt.samples) == (usual.greedy, usual.samples)
-        assert len(prompt.extra["card"]) == 2 and not usual.extra
-
-
-def test_an_extra_sampling_has_its_own_cache(tmp_path: Path) -> None:
-    def caches() -> tuple[SampleCache, dict[str, SampleCache]]:
-        return SampleCache(tmp_path / "main.jsonl"), {"card": SampleCache(tmp_path / "card.jsonl")}
-
-    def run(engine: Counting) -> Evaluation:
-        evaluator = evaluator_of(engine, rewards=[Even()], extra={"card": CARD}, samples=2)
-        evaluator.use_cache(*caches())
-        return evaluator.evaluate(PROMPTS, Watched().weights(0), "hard")
-
-    whole = run(Counting())
-    assert [len((tmp_path / name).read_text().splitlines()) for name in ("main.jsonl", "card.jsonl")] == [15, 10]
-    (tmp_path / "card.jsonl").unlink()
-    engine = Counting()
-    assert run(engine) == whole and engine.asked == [(0.6, [2] * 5)]
-    again = Counting()
-    assert run(again) == whole and again.asked == []
-
-
-def test_an_extra_sampling_takes_what_it_leaves_out_from_the_usual_one() -> None:
-    training, usual = SamplingConfig(max_tokens=700, stop=("END",)), EvalSampling(max_tokens=900)
-    extra = {"card": EvalSampling(temperature=0.6, top_p=0.95), "long": EvalSampling(max_tokens=5000)}
-    config = EvaluationConfig(sampling=usual, extra_sampling=extra).evaluator(Scorer([Even()]), training)
-    assert config.extra["card"] == SamplingConfig(max_tokens=900, temperature=0.6, top_p=0.95, stop=("END",))
-    assert config.extra["long"] == SamplingConfig(max_tokens=5000, stop=("END",))
-    with pytest.raises(UserError, match="evaluation.extra_sampling needs names of letters, .* got 'a/b'; rename it"):
-        RolloutCallback([Even()], evaluation=EvaluationConfig(extra_sampling={"a/b": EvalSampling()}))
-    for name in ("reward", "best_reward_8", "length_mean"):  # "reward_pass@1" would be the metric of a reward
-        with pytest.raises(UserError, match=f"needs names without 'reward' .* got '{name}'; rename it"):
-            RolloutCallback([Even()], evaluation=EvaluationConfig(extra_sampling={name: EvalSampling()}))
-    RolloutCallback([Even()], evaluation=EvaluationConfig(extra_sampling={"rewarded": EvalSampling()}))
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, -math.inf])

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.main import main
+from qerl_pl.cli.quantize import calibrate_checkpoint
 from qerl_pl.errors import UserError
-from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models import folder as model_folder

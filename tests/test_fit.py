@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from fit_helpers import KEYS, configuration, with_keys
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
@@ -22,7 +21,7 @@ from qerl_pl.cli.export import base_of
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.cli.model_card import gguf_line
 from qerl_pl.formats.base import format_of
-from qerl_pl.runtime.checkpoint_io import newest_checkpoint
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, newest_checkpoint
 
 CALLBACKS = "qerl_pl.callbacks."
 
@@ -105,11 +104,11 @@ def test_validate_from_a_checkpoint_and_export(
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     written = capfd.readouterr().out
-    assert f"wrote the adapter (rank 4, base {tiny_policy_dir} in NVFP4) to {tmp_path / 'adapter'}, " in written
-    assert f"the complete model (adapter merged in, bfloat16) to {tmp_path / 'merged'}, " in written
+    assert f"wrote the adapter of {tiny_policy_dir} to {tmp_path / 'adapter'}; " in written
+    assert f"wrote the complete model to {tmp_path / 'merged'}; " in written
     assert f"as GGUF: {gguf_line(str(tmp_path / 'merged'))}\nrounded to NVFP4 again, they keep " in written
     assert written.count("as GGUF") == written.count("rounded to") == 1
-    assert "MiB; after 3 rollouts" in written and "step=3.ckpt" in written
+    assert "; after 3 rollouts, from " in written and "step=3.ckpt" in written
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tiny_policy_dir) and format_of(base_of(tmp_path / "adapter")).name == "nvfp4"
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template
@@ -219,9 +218,11 @@ def test_export_refuses_a_checkpoint_of_another_base(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
-    settings = yaml.safe_load((run / "config.yaml").read_text())
-    settings["model"]["policy"]["quantization"] = "none"
-    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    path = newest_checkpoint(run)
+    assert path is not None
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[CHECKPOINT_KEY]["policy"]["quantization"] = "none"
+    torch.save(checkpoint, path)
     assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 2
     assert "a run keeps its base model; the checkpoint's is " in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()

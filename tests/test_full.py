@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM
 from qerl_pl.callbacks import RunSummary
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
-from qerl_pl.models.memory import GIB, OptimizerBytes, TeacherBytes, optimizer_bytes
-from qerl_pl.modules import Policy, PolicyConfig, TeacherConfig
-from qerl_pl.modules.policy_module import require_memory
+from qerl_pl.models.memory import optimizer_bytes
+from qerl_pl.modules import Policy, PolicyConfig
 from qerl_pl.rollout import parity_check
 from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
@@ -194,80 +193,18 @@ def test_full_fine_tuning_of_four_bits_is_refused() -> None:
             PolicyConfig(quantization=quantization, finetune="full")  # type: ignore[arg-type]
 
 
-def test_memory_is_worked_out_before_anything_is_loaded(
-    tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """AdamW has two float32 a weight, SGD nothing: 4 + 4 + 8 + 4 bytes a weight with a reference in float32."""
-    weights = sum(tensor.numel() for tensor in load_file(tiny_policy_dir / "model.safetensors").values())
-    config = PolicyConfig(quantization="none", finetune="full", dtype="float32")
-    assert optimizer_bytes(torch.optim.AdamW, CPU) == OptimizerBytes(state=8, step=0)
-    assert optimizer_bytes(lambda p: torch.optim.SGD(p, 0.1), CPU) == OptimizerBytes(0, 0)
-    caplog.set_level("INFO")
-
-    def require(free: int, config: PolicyConfig = config, with_reference: bool = True, cache_gib: float = 0.0) -> None:
-        monkeypatch.setattr("qerl_pl.modules.policy_module.free_bytes", lambda device: free)
-        require_memory(tiny_policy_dir, config, torch.optim.AdamW, CPU, with_reference, cache_gib)
-
-    require(20 * weights)
-    assert "optimizer" in caplog.text and "reference policy" in caplog.text and "steps" not in caplog.text
-    require(20 * weights - 1, with_reference=False)
-    require(20 * weights - 1, PolicyConfig())  # an adapter is small
-    with pytest.raises(UserError, match="needs .* GiB .*; cpu has .* use an optimizer with states in 8 bits"):
-        require(20 * weights - 1)
-    require_memory(tiny_policy_dir, config, None, CPU, True, 0.0)  # an evaluation trains nothing
-    assert "gradients" not in caplog.messages[-1]
-    # Gradients, and a step that needs 4 more, have the room of a sleeping engine's cache; what stays has not.
-    monkeypatch.setattr("qerl_pl.modules.policy_module.optimizer_bytes", lambda make, device: OptimizerBytes(8, 4))
-    require(16 * weights, cache_gib=8 * weights / GIB)
-    for free, cache in ((16 * weights, 8 * weights - 9), (16 * weights - 1, 9 * weights)):
-        with pytest.raises(UserError, match="and while the optimizer steps"):
-            require(free, cache_gib=cache / GIB)
-
-
-def test_a_teacher_takes_memory_too(
-    tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Beside 4 + 4 + 8 bytes a weight: 2 for a teacher in 16 bits, always on a CPU, and on a GPU if it stays there.
-
-    Otherwise it comes while there are no gradients, which take 4, so that only one of 5 bytes a weight would matter.
-    """
-    weights = sum(tensor.numel() for tensor in load_file(tiny_policy_dir / "model.safetensors").values())
-    config, gpu = PolicyConfig(quantization="none", finetune="full"), torch.device("cuda")
-    monkeypatch.setattr("qerl_pl.modules.policy_module.optimizer_bytes", lambda make, device: OptimizerBytes(8, 0))
-    caplog.set_level("INFO")
-    for offload, device, held, computing in ((True, CPU, 2, 0), (False, gpu, 2, 0), (True, gpu, 0, 2)):
-        teacher = TeacherConfig(offload=offload).memory(tiny_policy_dir, torch.bfloat16, device)
-        assert teacher == TeacherBytes(held * weights, computing * weights)
-        for free, fits in (((16 + held) * weights, True), ((16 + held) * weights - 1, False)):
-            monkeypatch.setattr("qerl_pl.modules.policy_module.free_bytes", lambda device, free=free: free)
-            arguments = tiny_policy_dir, config, torch.optim.AdamW, device, False, 0.0, teacher
-            if fits:
-                require_memory(*arguments)
-                assert ("teacher computes" if computing else "teacher") in caplog.messages[-1]
-                continue
-            with pytest.raises(UserError, match="teacher") as error:
-                require_memory(*arguments)
-            assert ("set model.teacher.offload to true" in str(error.value)) == (held > 0 and device == gpu)
-    assert TeacherConfig(dtype="float32").memory(tiny_policy_dir, torch.bfloat16, CPU) == TeacherBytes(4 * weights)
-    # One of 5 bytes a weight needs 12 + 5: more than the update, and in the room of the engine's cache.
-    large = TeacherBytes(computing=5 * weights)
-    for free, cache, fits in ((12, 5, True), (12, 4, False), (11, 6, False)):
-        monkeypatch.setattr("qerl_pl.modules.policy_module.free_bytes", lambda device, free=free: free * weights)
-        arguments = tiny_policy_dir, config, torch.optim.AdamW, gpu, False, cache * weights / GIB, large
-        if fits:
-            require_memory(*arguments)
-            continue
-        with pytest.raises(UserError, match="and while the teacher computes"):
-            require_memory(*arguments)
+def test_what_optimizers_hold() -> None:
+    """AdamW has two float32 a weight, SGD nothing."""
+    assert optimizer_bytes(torch.optim.AdamW, CPU) == 8
+    assert optimizer_bytes(lambda p: torch.optim.SGD(p, 0.1), CPU) == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_what_optimizers_need_on_a_gpu() -> None:
-    """AdamW takes the roots of all second moments at once, unless it is fused; paged states are not the GPU's."""
+def test_what_optimizers_hold_on_a_gpu() -> None:
+    """Paged states are not the GPU's."""
     gpu, fused = torch.device("cuda"), partial(torch.optim.AdamW, fused=True)
-    assert optimizer_bytes(torch.optim.AdamW, gpu) == OptimizerBytes(state=8, step=4)
-    assert optimizer_bytes(fused, gpu) == OptimizerBytes(state=8, step=0)
+    assert optimizer_bytes(torch.optim.AdamW, gpu) == optimizer_bytes(fused, gpu) == 8
     optim = pytest.importorskip("bitsandbytes.optim")
-    assert optimizer_bytes(optim.AdamW8bit, gpu) == OptimizerBytes(state=2 + 2 * 4 / 256, step=0)
-    assert optimizer_bytes(optim.PagedAdamW8bit, gpu) == OptimizerBytes(state=2 * 4 / 256, step=0)
+    assert optimizer_bytes(optim.AdamW8bit, gpu) == 2 + 2 * 4 / 256
+    assert optimizer_bytes(optim.PagedAdamW8bit, gpu) == 2 * 4 / 256

@@ -18,12 +18,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from qerl_pl.cli.dry_run import _with_engine
 from qerl_pl.cli.main import main
+from qerl_pl.cli.quantize import calibrate_checkpoint
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm import worker
 from qerl_pl.errors import UserError
 from qerl_pl.formats import quantize
 from qerl_pl.formats.base import FORMATS, format_of
-from qerl_pl.formats.calibration import calibrate_checkpoint
 from qerl_pl.formats.dense_checkpoint import iterate_dense, validate_checkpoint, write_dense_checkpoint
 from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import local_folder, quantize_checkpoint

@@ -53,7 +53,6 @@ ANSWERS = {
     "thread": "left",
     "fork": "parent",
     "multiprocessing": "7",
-    "terminate": "[-15, 7]",
     "noise": "quiet",
     "closed_streams": "closed",
     "changed_process": "changed",

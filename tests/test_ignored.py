@@ -14,8 +14,6 @@ from short_run import module_of, rollout_of
 from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import EnvironmentConfig
-from qerl_pl.datamodules import ArithmeticDataModule
-from qerl_pl.datamodules.tables import TableConfig
 from qerl_pl.errors import UserError
 from qerl_pl.policy.teacher import TeacherConfig
 
@@ -165,14 +163,6 @@ def test_a_divergence_is_refused_that_nothing_learns_by(kind: type[Objective]) -
     with pytest.raises(UserError, match="^distillation_divergence full_vocabulary needs a distillation_coefficient"):
         kind(distillation_divergence="full_vocabulary")  # type: ignore[call-arg]
     OnPolicyDistillation(distillation_divergence="full_vocabulary")
-
-
-@pytest.mark.parametrize("weight", [0.5, 2.0, 0.999])
-@pytest.mark.parametrize("others", [{}, {"first": TableConfig("b.jsonl")}])
-def test_a_weight_of_a_set_to_evaluate_on_is_refused(weight: float, others: dict[str, TableConfig]) -> None:
-    with pytest.raises(UserError, match=rf"^a weight is of tables to train on.* got data.sets.x.weight {weight:g}; "):
-        ArithmeticDataModule(sets={**others, "x": TableConfig("a.jsonl", weight=weight)})
-    ArithmeticDataModule(sets={**others, "x": TableConfig("a.jsonl")})
 
 
 @pytest.mark.parametrize(

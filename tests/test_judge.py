@@ -432,8 +432,8 @@ def test_a_cache_that_takes_nothing_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken" / "replies.sqlite").write_text("not a database, and long enough to be seen as none" * 99)
     for name, found in (("file", "File exists"), ("broken", "file is not a database")):
         reward = JudgeReward("http://127.0.0.1:1/v1", "grader", cache=str(tmp_path / name))
-        with pytest.raises(UserError, match=rf"{name} cannot be used \(.*{found}.*\); set the reward's cache"):
-            grades(reward, samples("a"))
+        with pytest.raises(UserError, match=f"^reward 'judge' raised .*{found}"):
+            score([reward], samples("a"))
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

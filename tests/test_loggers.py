@@ -137,7 +137,7 @@ TITLES = {
     "val/a/b/pass@1": "Main/3 sampled accuracy a/b",
     "policy/entropy": "Main/4 entropy",
     "completions/length_mean": "Main/5 length",
-    **dict.fromkeys(["epoch", "reward/accuracy", "val/pass@8", "val/card_pass@1", "test/accuracy", "reward/x/y"]),
+    **dict.fromkeys(["epoch", "reward/accuracy", "val/pass@8", "test/accuracy", "reward/x/y"]),
 }
 
 

@@ -11,13 +11,12 @@ from typing import Any
 import pages
 import pytest
 import yaml
-from cli_helpers import built
 from fit_helpers import configuration, with_keys
 from huggingface_hub import ModelCard, constants
 from transformers import AutoTokenizer
 
 from qerl_pl.cli.main import main
-from qerl_pl.cli.model_card import serving_line, without_folders
+from qerl_pl.cli.model_card import serving_line
 from qerl_pl.modules import LoraConfig, PolicyConfig
 
 BASE = "somebody/tiny-policy"
@@ -121,82 +120,12 @@ def test_the_curves_have_first_and_last_values_of_each_set(run: Path, tmp_path: 
     assert found["accuracy on b (sampled pass@1)"] == ["0.125", "0.75"]
 
 
-def test_the_command_repeats_the_run(run: Path, exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (exported / "README.md").read_text().partition("## Repeat")[2]
-    (command,) = re.findall(r"^qerl (.+)$", text, re.MULTILINE)
-    assert command == "fit -c qerl_config.yaml"
-    before = yaml.safe_load((run / "config.yaml").read_text())
-    after = yaml.safe_load((exported / "qerl_config.yaml").read_text())
-    before["trainer"]["default_root_dir"] = None
-    before["data"]["init_args"]["path"] = "sums.jsonl"
-    assert after == before
-    assert yaml.safe_load(text.partition("````yaml\n")[2].partition("\n````")[0]) == after
-    monkeypatch.chdir(exported)
-    settings = built(*command.split())
-    assert settings.trainer.default_root_dir == "runs/qerl_config"
-    assert settings.model.policy_config.path == BASE and settings.rollout.config.group_size == 2
-
-
 def test_nothing_of_this_machine_is_written(run: Path, exported: Path) -> None:
     texts = [path for path in exported.iterdir() if path.suffix not in (".png", ".safetensors")]
-    assert len(texts) == 7
+    assert len(texts) == 6
     for path in texts:
         assert "/tmp" not in path.read_text() and str(run.parents[1]) not in path.read_text(), path
     assert json.loads((exported / "adapter_config.json").read_text())["base_model_name_or_path"] == BASE
-
-
-def test_of_paths_the_names_are_left_and_other_text_is_whole() -> None:
-    kept = {
-        "system_prompt": "/no_think Answer in <answer></answer>.",
-        "template": "/grade a/b {completion}",
-        "stop": ["/s", "</answer>"],
-        "path": "openai/gsm8k",
-        "lr": 0.1,
-        "none": None,
-    }
-    given = {"data": {**kept, "file": "/srv/me/data.jsonl", "rewards": ["~/code/my.py:exact"]}, "resume": "/a/b/c"}
-    expected = {"data": {**kept, "file": "data.jsonl", "rewards": ["my.py:exact"]}, "resume": None, "ckpt_path": None}
-    assert without_folders(given) == expected | {"trainer": {"default_root_dir": None}}
-
-
-SECRET = "hunter2"
-
-
-@pytest.mark.parametrize(
-    ("keys", "value"),
-    [
-        ("rollout.rewards.judge.init_args.url", f"https://judge.example/{SECRET}/v1?key={SECRET}"),
-        ("rollout.rewards.judge.init_args.api_key_env", SECRET),
-        ("rollout.rewards.mine", {"class_path": "mine.Reward", "init_args": {"weight": SECRET, "token": SECRET}}),
-        ("rollout.environment.factory", {"class_path": "my_env.py:Game", "init_args": {"headers": {"auth": [SECRET]}}}),
-        ("data", {"class_path": "mine.Rows", "init_args": {"password": SECRET}, "dict_kwargs": {"dsn": SECRET}}),
-        ("data.init_args.path", f"https://data.example/rows.jsonl?token={SECRET}"),
-        ("trainer.logger", {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"entity": SECRET}}),
-        ("trainer.logger", [{"class_path": "mine.Logger", "init_args": {"uri": SECRET}}]),
-        ("trainer.callbacks", [{"class_path": "mine.Slack", "init_args": {"hook": SECRET}}]),
-        ("model.optimizer", {"class_path": "mine.Adam", "init_args": {"lr": 0.1, "note": SECRET}}),
-        ("my_own_key", {"token": SECRET}),
-    ],
-)
-def test_secrets_of_a_configuration_are_not_published(keys: str, value: Any) -> None:
-    judge = {"class_path": "qerl_pl.rewards.JudgeReward", "init_args": {"model": "grader", "weight": 0.5}}
-    server = {"class_path": "qerl_pl.environments.openenv.OpenEnv", "init_args": {"tool": "move"}}
-    table = {"class_path": "qerl_pl.datamodules.TableDataModule", "init_args": {"batch_size": 4}}
-    config: dict[str, Any] = {
-        "model": {},
-        "data": table,
-        "rollout": {"rewards": {"judge": judge}, "environment": {"factory": server}},
-        "trainer": {"logger": True},
-    }
-    *path, last = keys.split(".")
-    place = config
-    for key in path:
-        place = place[key]
-    place[last] = value
-    public = without_folders(config)
-    assert SECRET not in yaml.safe_dump(public)
-    assert public["rollout"]["rewards"]["judge"]["init_args"].items() >= {"model": "grader", "weight": 0.5}.items()
-    assert keys != "model.optimizer" or public["model"]["optimizer"]["init_args"] == {"lr": 0.1}
 
 
 def test_merged_weights_are_a_model_of_transformers(run: Path, tmp_path: Path) -> None:
@@ -227,7 +156,7 @@ def test_data_sets_of_the_hub_that_were_trained_on_are_named(run: Path, tmp_path
 
 def test_what_the_run_has_not_written_is_left_out(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
-    headings = ["## Curves", "## Evaluation", "## Serve", "## Repeat"]
+    headings = ["## Curves", "## Evaluation", "## Serve"]
     for name in ("evaluation.json", "summary.json", "run.png", "config.yaml"):
         (copy / name).unlink()
         assert main(["export", str(copy), str(tmp_path / name)]) == 0
@@ -240,7 +169,7 @@ def test_what_the_run_has_not_written_is_left_out(run: Path, tmp_path: Path) -> 
     assert rows(text).keys() == {"", "base", "trained", "versions"}
 
 
-GONE = {("## Evaluation", "evaluation.json"), ("## Curves", "run.png"), ("## Repeat", "config.yaml")}
+GONE = {("## Evaluation", "evaluation.json"), ("## Curves", "run.png")}
 
 
 def test_the_evaluation_of_other_weights_is_left_out(
@@ -308,3 +237,24 @@ def test_the_line_of_a_text_model_taken_out_of_a_multimodal_one(
     (tmp_path / "config.json").write_text(json.dumps(config))
     policy = PolicyConfig(path=str(tmp_path), lora=LoraConfig(rank=16))
     assert re.fullmatch(line, serving_line(policy, merged, "BASE", "out/mine", multimodal))
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("{a: [", "config.yaml must be YAML; .*config.yaml is not"),
+        ("name: tests\non: [push]\n", None),
+        ("[1, 2]", None),
+    ],
+)
+def test_another_configuration_in_the_folder_leaves_the_card_without_its_objective(
+    run: Path, tmp_path: Path, written: str, message: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "config.yaml").write_text(written)
+    assert main(["export", str(copy), str(tmp_path / "adapter")]) == (2 if message else 0)
+    if message:
+        assert re.search(message, capsys.readouterr().err)
+        return
+    data = ModelCard.load(tmp_path / "adapter" / "README.md").data
+    assert data.base_model == BASE and "grpo" not in data.tags

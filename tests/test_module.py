@@ -20,7 +20,6 @@ from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
-from qerl_pl.models.memory import TeacherBytes
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
@@ -199,21 +198,16 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     asked: list[str] = []
     monkeypatch.setattr("qerl_kernels.backend.select_backend", asked.append)
     monkeypatch.setattr("qerl_pl.modules.policy_module.Policy", lambda *given: given)
-    asked_for: list[Any] = []
-    monkeypatch.setattr("qerl_pl.modules.policy_module.require_memory", lambda *given: asked_for.append(given))
-    for shared, releasable_gib in ((None, 0.0), (SharedWeights({}, {}), 2.0)):
+    for shared in (None, SharedWeights({}, {})):
         module, asked[:] = module_of(tmp_path), []
         module.base_folder = tmp_path  # type: ignore[misc]
-        module.use_engine_weights(shared, releasable_gib)
+        module.shared_weights = shared
         place, state = SimpleNamespace(root_device=torch.device(device)), SimpleNamespace(fn=stage)
         module._trainer = SimpleNamespace(strategy=place, state=state, precision="32-true")  # type: ignore[assignment]
         module.configure_model()
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
         reference = module.objective.needs_reference
         assert module.policy == (*expected, shared, reference) and asked == backends
-        make = module.make_optimizer if stage == TrainerFn.FITTING else None
-        needed = (tmp_path, module.policy_config, make, place.root_device, reference)
-        assert asked_for.pop() == (*needed, releasable_gib, TeacherBytes()) and not asked_for
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])

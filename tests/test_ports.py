@@ -6,17 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.accelerators import CPUAccelerator
 from torch import distributed
 
 from qerl_pl.engines import EngineSpec, VLLMEngine
 from qerl_pl.engines.vllm.startup import import_vllm
 from qerl_pl.errors import UserError
-from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 from qerl_pl.types import RolloutRequest, SamplingConfig
-
-LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
 @pytest.fixture
@@ -26,18 +21,6 @@ def taken() -> Iterator[int]:
         other.bind(("", 0))
         other.listen()
         yield other.getsockname()[1]
-
-
-@pytest.fixture
-def first_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that nobody has launched yet, and whose variables are as before afterwards."""
-    for name in LAUNCHERS:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    assert not distributed.is_initialized()
-    yield
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 def launch(base: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> VLLMEngine:
@@ -69,14 +52,3 @@ def test_a_machine_without_a_port_is_no_matter_of_the_engines_settings(
 ) -> None:
     with pytest.raises(UserError, match=f"a free TCP port of this machine; got none .*{taken}.*EADDRINUSE.*: see what"):
         launch(tiny_policy_dir, monkeypatch, f"tcp://127.0.0.1:{taken}?use_libuv=1")  # not read as a port: left alone
-
-
-@pytest.mark.usefixtures("first_process")
-def test_a_taken_port_is_told(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_PORT", str(taken))
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    strategy = UnwrappedDDPStrategy()
-    strategy.accelerator, strategy.cluster_environment = CPUAccelerator(), LightningEnvironment()
-    strategy.parallel_devices = [torch.device("cpu")]
-    with pytest.raises(UserError, match=f"port {taken} is taken"):
-        strategy.setup_environment()

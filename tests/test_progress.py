@@ -14,8 +14,8 @@ from lightning.pytorch.loggers import CSVLogger
 from short_run import data, module_of, rollout_of
 
 from qerl_pl.callbacks import RolloutLines
-from qerl_pl.callbacks import progress as progress_module
-from qerl_pl.callbacks.progress import held_out_metrics
+from qerl_pl.callbacks import summary as progress_module
+from qerl_pl.callbacks.summary import held_out_metrics
 from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.modules import PolicyConfig, SFTModule
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy

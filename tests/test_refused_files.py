@@ -20,7 +20,6 @@ from qerl_pl.datamodules import PromptDataModule, Row
 from qerl_pl.errors import UserError
 from qerl_pl.modules.optimizer import build_optimizer, build_schedule
 from qerl_pl.policy.adapter import read_adapter
-from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[1]
 
@@ -249,30 +248,6 @@ def test_rows_may_come_one_by_one(tiny_policy_dir: Path) -> None:
     data = OneByOne(batch_size=2, val_size=2, tokenizer=str(tiny_policy_dir))
     data.setup("test")
     assert data.batches_per_epoch == 2 and [len(batch.prompts) for batch in data.test_dataloader()] == [1]
-
-
-POLICY = {"path": None, "lora": {"rank": 4}}
-RUNS: dict[str, tuple[str, str]] = {
-    "malformed": ("{a: [", "config.yaml must be YAML; .*config.yaml is not"),
-    "another's": ("name: tests\non: [push]\n", "has no model.policy with path and lora"),
-    "a list": ("[1, 2]", "has no model.policy with path and lora"),
-    "policy without a path": ("model: {policy: {lora: {rank: 4}}}", "has no model.policy with path and lora"),
-    "another version's": (yaml.safe_dump({"model": {"policy": POLICY | {"shape": 1}}}), "there is no key shape"),
-    "a rank that is none": (
-        yaml.safe_dump({"model": {"policy": POLICY | {"lora": {"rank": "x"}}}}),
-        "policy.lora.rank does not take x;",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", RUNS)
-def test_a_run_whose_configuration_is_none_is_not_exported(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str
-) -> None:
-    written, message = RUNS[case]
-    AtomicCheckpointIO().save_checkpoint({"qerl": {}}, tmp_path / "checkpoints" / "step=1.ckpt")
-    (tmp_path / "config.yaml").write_text(written)
-    assert re.search(message, complaint(capsys, "export", str(tmp_path), str(tmp_path / "out")))
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"state_dict": {}}, {"qerl": 1}])

@@ -380,13 +380,6 @@ def scored(folder: Path, *, every: int, steps: int, resume: str | None = None) -
     return sorted(path.name for path in (folder / "checkpoints").glob("best-*.ckpt"))
 
 
-def test_a_run_whose_folder_has_moved_knows_its_best_checkpoint(tmp_path: Path) -> None:
-    assert scored(tmp_path / "run", every=2, steps=4) == ["best-rollouts=4.ckpt"]
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert scored(tmp_path / "moved", every=2, steps=6, resume="step=4.ckpt") == ["best-rollouts=6.ckpt"]
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_validation_that_is_repeated_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert scored(tmp_path, every=3, steps=4) == ["best-rollouts=4.ckpt"]
     assert scored(tmp_path, every=3, steps=4, resume="step=3.ckpt") == ["best-rollouts=4.ckpt"]

@@ -66,9 +66,9 @@ def test_overlong_penalty() -> None:
 
 def test_overlong_penalty_takes_the_sampling_limit_and_a_quarter_of_it() -> None:
     reward = OverlongPenalty()
-    assert reward.set_limit(400) == 400
+    reward.set_limit(400)
     assert reward([sample("", num_tokens=tokens) for tokens in (300, 350, 400)]) == [0, -0.5, -1]
-    assert reward.set_limit(800) == 800  # in another run
+    reward.set_limit(800)  # in another run
     assert reward([sample("", num_tokens=tokens) for tokens in (600, 700, 800)]) == [0, -0.5, -1]
 
 
@@ -153,48 +153,17 @@ def test_what_no_tag_encloses_is_no_answer() -> None:
     assert extract_answers(Format(), ["<answer>1</answer>"]) == [None]  # it tells no answers
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (7, "extract_answer of reward 'own' must return text or None; got a int on completion 'so 7'"),
-        (KeyError("x"), "extract_answer of reward 'own' raised KeyError: 'x' on completion 'so 7'"),
-    ],
-)
-def test_an_extraction_that_misbehaves_is_named(returned: object, message: str) -> None:
-    class Own(GSM8KAnswer):
-        def extract_answer(self, completion: str) -> str | None:
-            if isinstance(returned, Exception):
-                raise returned
-            return returned  # type: ignore[return-value]
-
-    with pytest.raises(UserError, match=message):
-        extract_answers(Own(name="own"), ["so 7"])
-
-
 class Upper(GSM8KAnswer):
-    """Normalizes to upper case, or to what a test says."""
-
-    returned: object = None
+    """Normalizes to upper case."""
 
     def normalize_answers(self, answers: Sequence[str]) -> Sequence[str]:
-        if isinstance(self.returned, Exception):
-            raise self.returned
-        return [answer.upper() for answer in answers] if self.returned is None else self.returned  # type: ignore
+        return [answer.upper() for answer in answers]
 
 
 def test_wrong_answers_are_normalized_by_rewards_that_do_so() -> None:
     answers, wrong = ["a", "b", None, "a", "a"], [True, True, True, False, True]
     assert normalize_answers(Upper(), answers, wrong) == ["A", "B", None, "a", "A"]
     assert normalize_answers(GSM8KAnswer(), answers, wrong) == answers
-    for returned, message in (
-        (["A"], r"must return a text for each answer; got \['A'\] for 2; return them in order"),
-        ([1, 2], r"must return a text for each answer; got \[1, 2\] for 2"),
-        (KeyError("x"), "raised KeyError: 'x'; make it return a text for each answer"),
-    ):
-        reward = Upper(name="own")
-        reward.returned = returned
-        with pytest.raises(UserError, match=f"normalize_answers of reward 'own' {message}"):
-            normalize_answers(reward, answers, wrong)
 
 
 def test_gsm8k_answer_refuses_other_references() -> None:

@@ -20,7 +20,7 @@ from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule, Pr
 from qerl_pl.engines import EngineSpec, TransformersEngine
 from qerl_pl.errors import UserError
 from qerl_pl.modules import PolicyConfig, SFTModule
-from qerl_pl.types import EvalSampling, Evaluation
+from qerl_pl.types import Evaluation
 
 
 def rows(count: int, reference: str) -> list[Row]:
@@ -137,7 +137,7 @@ class Unlaunched(TransformersEngine):
         (("",), "val/pass@3", "val/pass@[124], "),
         (("",), "val/maj@3", "val/"),  # no answers are extracted
         (("",), "val/reward_vowels", "val/reward_mean"),  # of a single reward
-        (("",), "val/cold_pass@8", "val/cold_pass@[124], "),
+        (("",), "val/pass@8", "val/pass@[124], "),
         (("easy", "hard"), "val/accuracy", "val/"),
         (("",), "val/easy/accuracy", "val/accuracy"),  # a single set has no name
         (("easy", "hard"), "val/hrd/accuracy", "val/hard/accuracy"),
@@ -146,17 +146,15 @@ class Unlaunched(TransformersEngine):
 def test_a_misspelt_metric_of_a_validation_is_refused_before_anything_starts(
     sets: tuple[str, ...], monitor: str, nearest: str, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
-    kind: Any = EarlyStopping if "cold" in monitor else ModelCheckpoint
-    rollout = rollout_of(
-        Unlaunched(), evaluation=EvaluationConfig(4, extra_sampling={"cold": EvalSampling(temperature=0.5)})
-    )
+    kind: Any = EarlyStopping if monitor == "val/pass@8" else ModelCheckpoint
+    rollout = rollout_of(Unlaunched(), evaluation=EvaluationConfig(4))
     trainer = trainer_of(tmp_path, kind(monitor=monitor), rollout=rollout, noise=False)
     data = Sets(dict.fromkeys(sets, 2)) if sets[1:] else ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
     said = rf"^a monitored metric must be logged; {kind.__name__} monitors {monitor}, and validations log .*{nearest}"
     with pytest.raises(UserError, match=said):
         trainer.fit(module_of(tiny_policy_dir), datamodule=data)
     names = rollout.eval_config.metric_names()
-    assert {"accuracy", "pass@1", "pass@4", "reward_mean", "cold_pass@4", "cold_length_mean"} <= {*names}
+    assert {"accuracy", "pass@1", "pass@4", "reward_mean", "length_mean"} <= {*names}
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from tiny_run import VALIDATED, Tiny, trainer_of
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted
-from qerl_pl.errors import Stopped, StopSignals, UserError, sigusr1_as_sigterm
-from qerl_pl.runtime.slurm import check_world, take_sigusr1
+from qerl_pl.errors import Stopped, StopSignals, UserError, sigusr1_as_sigterm, take_sigusr1
+from qerl_pl.runtime.checks import check_world
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
 ARRAY = {"SLURM_ARRAY_JOB_ID": "10", "SLURM_ARRAY_TASK_ID": "3"}

@@ -8,7 +8,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections import Counter
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,17 +15,15 @@ from typing import Any
 import pyarrow
 import pytest
 from cli_helpers import built
-from lightning.pytorch import Trainer
 from pages import ROOT, commands, fences
 from PIL import Image
 from pyarrow.parquet import write_table
-from safetensors.torch import load_file, save_file
 from test_data import make_tokenizer, prompts_of, write_jsonl
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from qerl_pl.chat.continuation import ChatContinuation
-from qerl_pl.chat.template import CACHED_PROMPTS, cached_prompts, render_prompts
+from qerl_pl.chat.template import RENDERED_AT_ONCE, render_prompts
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import BigMathDataModule, TableConfig, TableDataModule
 from qerl_pl.errors import UserError
@@ -203,50 +200,15 @@ def test_no_more_rows_are_held_out_than_asked_for(tokenizer: str) -> None:
     assert data.val_count(20) == 3
 
 
-def test_weights_say_how_often_a_row_occurs_in_an_epoch(tokenizer: str) -> None:
+def test_several_tables_are_trained_on_together(tokenizer: str) -> None:
     tables = {
-        "twice": TableConfig(ROWS[:4], weight=2.5),
-        "half": TableConfig(ROWS[:10], weight=0.5),
-        "once": TableConfig(ROWS[10:13]),
+        "long": TableConfig([{**ROWS[0], "question": "word " * 300}, ROWS[1]]),
+        "some": TableConfig(ROWS, limit=4),
     }
-    data = TableDataModule(tables, batch_size=1, val_size=0, tokenizer=tokenizer)
-    data.setup("fit")
-    prompts = prompts_of(data, "train")
-    assert len({prompt.id for prompt in prompts}) == len(prompts) == 10 + 5 + 3  # ids seed completions
-    times = Counter(prompt.id.partition("#")[0] for prompt in prompts)
-    assert sorted(times[f"twice-{n}"] for n in range(4)) == [2, 2, 3, 3]
-    assert sorted(times[f"half-{n}"] for n in range(10)) == [0] * 5 + [1] * 5
-    assert [times[f"once-{n}"] for n in range(3)] == [1, 1, 1]
-    with pytest.raises(UserError, match="a set's weight must be above 0; got 0"):
-        TableConfig(ROWS, weight=0)
-
-
-def test_a_batch_and_the_validation_interval_may_need_the_weights(tokenizer: str) -> None:
-    def set_up(table: TableConfig, interval: int = 2, **settings: Any) -> TableDataModule:
-        data = TableDataModule({"table": table}, **{"batch_size": 8, "tokenizer": tokenizer, "val_size": 0} | settings)
-        data.trainer = Trainer(max_epochs=1, val_check_interval=interval, logger=False, accelerator="cpu")
-        data.setup("fit")
-        return data
-
-    assert len(prompts_of(set_up(TableConfig(ROWS[:4], weight=4)), "train")) == 16
-    data = set_up(TableConfig(ROWS[:5], weight=4), val_size=1)
-    assert (len(prompts_of(data, "train")), len(prompts_of(data, "val"))) == (16, 1)
-    with pytest.raises(UserError, match="got batch_size=8 for 6 weighted prompts; lower it"):
-        set_up(TableConfig(ROWS[:12], weight=0.5), tokenizer="not loaded")
-    with pytest.raises(UserError, match=r"for 4 weighted prompts \(2 of 10 are held out .*; lower one of them"):
-        set_up(TableConfig(ROWS[:10], weight=0.5), interval=1, batch_size=5, val_size=2)
-    with pytest.raises(UserError, match="val_check_interval must not exceed an epoch's 1 batches"):
-        set_up(TableConfig(ROWS, weight=0.5), tokenizer="not loaded")
-
-
-def test_a_table_that_gives_no_prompt_is_told_of(tokenizer: str, caplog: pytest.LogCaptureFixture) -> None:
-    tables = {"long": TableConfig([{**ROWS[0], "question": "word " * 300}]), "rare": TableConfig(ROWS[:2], weight=0.2)}
-    tables["usual"] = TableConfig(ROWS[:4])
     data = TableDataModule(tables, batch_size=1, val_size=0, max_prompt_tokens=64, tokenizer=tokenizer)
     data.setup("fit")
-    assert {prompt.id.partition("-")[0] for prompt in prompts_of(data, "train")} == {"usual"}
-    told = [line.getMessage() for line in caplog.records if "is trained on" in line.getMessage()]
-    assert [line.partition(" is")[0] for line in told] == [f"no prompt of table {name}" for name in ("long", "rare")]
+    ids = {prompt.id for prompt in prompts_of(data, "train")}
+    assert ids == {"long-1", "some-0", "some-1", "some-2", "some-3"}  # ids seed completions
 
 
 def test_splits_of_a_folder(tmp_path: Path, tokenizer: str) -> None:
@@ -349,35 +311,6 @@ def test_options_of_a_single_table_beside_several_are_refused(options: dict[str,
     with pytest.raises(UserError, match=message):
         TableDataModule(tables, **options).train_rows()
     assert len(TableDataModule(tables, split="other").train_rows()) == len(ROWS)
-
-
-def test_rendered_prompts_are_cached(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
-    rows = [{"question": "How " * (n % 7 + 1), "answer": str(n)} for n in range(CACHED_PROMPTS)]
-
-    def rendered(**settings: Any) -> dict[str, tuple[int, ...]]:
-        data = TableDataModule(rows, batch_size=1, val_size=0, tokenizer=tokenizer, **settings)
-        data.setup("fit")
-        return {prompt.id: prompt.token_ids for prompt in prompts_of(data, "train")}
-
-    first = rendered()
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
-    expected = render_prompts(loaded, [row["question"] for row in rows])
-    assert first == {f"train-{n}": tuple(ids) for n, ids in enumerate(expected)}
-    (cached,) = tmp_path.glob("prompts-*/prompts.safetensors")
-    assert rendered() == first
-    rendered(system_prompt="How")
-    rendered(chat_template_kwargs={"enable_thinking": False})
-    assert len([*tmp_path.glob("prompts-*")]) == 3
-    saved = load_file(cached)
-    saved["tokens"][0] = 77
-    save_file(saved, cached)
-    assert rendered()["train-0"] == (77, *first["train-0"][1:])  # read, not rendered
-    with caplog.at_level(logging.INFO, "qerl_pl"):
-        TableDataModule(rows[:-1], batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
-    assert len([*tmp_path.glob("prompts-*")]) == 3  # few prompts are rendered sooner than looked up
 
 
 def test_the_page_s_example_trains(
@@ -519,14 +452,11 @@ def test_an_environment_takes_no_rendered_text() -> None:
     assert continuation.prompt("How many?") == continuation.prompt([{"role": "user", "content": "How many?"}])
 
 
-def test_token_ids_of_many_prompts_share_their_numbers(
-    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+def test_token_ids_of_many_prompts_share_their_numbers(tokenizer: str) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     loaded.add_tokens([f"rare{n}" for n in range(600)])
-    chats = [f"rare{n % 600} rare{n % 600}" for n in range(CACHED_PROMPTS + 1)]
-    rendered = cached_prompts(loaded, chats, None, {})
-    assert [list(ids) for ids in rendered] == render_prompts(loaded, chats, None)
+    chats = [f"rare{n % 600} rare{n % 600}" for n in range(RENDERED_AT_ONCE + 1)]
+    rendered = render_prompts(loaded, chats, None)
+    assert [rendered[0], rendered[-1]] == [render_prompts(loaded, [chats[n]], None)[0] for n in (0, -1)]
     large = [token for ids in rendered for token in ids if token > 256]
     assert len({id(token) for token in large}) == len(set(large)) > 400

@@ -4,11 +4,9 @@ from qerl_pl.callbacks.aqn import AdaptiveQuantizationNoise
 from qerl_pl.callbacks.completions import CompletionLog
 from qerl_pl.callbacks.evaluation import EvaluationReport
 from qerl_pl.callbacks.monitor import Monitor
-from qerl_pl.callbacks.progress import RolloutLines
 from qerl_pl.callbacks.resume import ResumeCheckpoint
-from qerl_pl.callbacks.rollout import RolloutCallback
-from qerl_pl.callbacks.rollout_settings import EvaluationConfig
-from qerl_pl.callbacks.summary import RunSummary
+from qerl_pl.callbacks.rollout import EvaluationConfig, RolloutCallback
+from qerl_pl.callbacks.summary import RolloutLines, RunSummary
 from qerl_pl.errors import Preempted
 from qerl_pl.rollout.dialogue_sampler import EnvironmentConfig
 

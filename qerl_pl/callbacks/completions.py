@@ -27,17 +27,13 @@ class CompletionLog(Callback):
 
     Args:
         every_n_rollouts: Rollouts between two that are logged.
-        panel_size: Completions of a rollout that are logged, of as many prompts.
         jsonl: Write all completions to RUN/completions.jsonl, those that dynamic sampling drops with
             `"trained": false`. A resumed run first removes the rollouts that it repeats, a new run all.
     """
 
-    def __init__(self, every_n_rollouts: int = 10, panel_size: int = 4, jsonl: bool = False) -> None:
-        require_at_least(
-            1, {"CompletionLog's every_n_rollouts": every_n_rollouts, "CompletionLog's panel_size": panel_size}
-        )
+    def __init__(self, every_n_rollouts: int = 10, jsonl: bool = False) -> None:
+        require_at_least(1, {"CompletionLog's every_n_rollouts": every_n_rollouts})
         self.every_n_rollouts = every_n_rollouts
-        self.panel_size = panel_size
         self.jsonl = jsonl
         self._unlogged: tuple[int, Sequence[CompletionRecord]] | None = None
 
@@ -61,7 +57,7 @@ class CompletionLog(Callback):
                 for record in experience.records:
                     fields = without_none(asdict(record), "messages", "extra")
                     file.write(json.dumps({"version": experience.version, **fields}) + "\n")
-        self._unlogged = experience.version, _of_several_prompts(experience.records, self.panel_size)
+        self._unlogged = experience.version, _of_several_prompts(experience.records)
         if experience.version % self.every_n_rollouts == 0:
             self._log(trainer)
 
@@ -99,17 +95,19 @@ def _truncate(path: Path, version: int) -> None:
         file.truncate(end)
 
 
+PANEL_SIZE = 4
+"""Completions of a rollout that are logged, of as many prompts."""
 COLUMNS = ["rollout", "prompt_id", "prompt", "completion", "reference", "reward", "rewards", "tokens", "truncated"]
 
 
-def _of_several_prompts(records: Sequence[CompletionRecord], size: int) -> list[CompletionRecord]:
-    """The first completion of each prompt, then the second of each, and so on."""
+def _of_several_prompts(records: Sequence[CompletionRecord]) -> list[CompletionRecord]:
+    """Those that are logged: the first completion of each prompt, then the second of each, and so on."""
     seen: Counter[str] = Counter()
     order = []
     for index, record in enumerate(records):
         order.append((seen[record.prompt_id], index))
         seen[record.prompt_id] += 1
-    return [records[index] for _, index in sorted(order)[:size]]
+    return [records[index] for _, index in sorted(order)[:PANEL_SIZE]]
 
 
 def dialogue_text(messages: Sequence[Mapping[str, Any]]) -> str:

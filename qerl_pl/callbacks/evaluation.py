@@ -5,7 +5,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,8 @@ from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
-from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, extra_metric, prompt_metrics, sizes
+from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, prompt_metrics
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.rewards import Reward
 from qerl_pl.rollout.dialogue_sampler import EnvironmentConfig
@@ -54,16 +53,11 @@ class EvaluationReport(Callback, ChecksFirst):
     RUN/evaluation.json has each metric of each set with its 95 % interval (bootstrap over prompts), RUN/evaluation.md
     the same as a table; loggers get the bounds as `<metric>_low` and `<metric>_high`. Every graded sample is a line of
     RUN/evaluation/DIGEST.jsonl, where the digest covers the settings that a sample depends on: weights, sampling,
-    prompt format and rewards, but not the code of rewards and environments; an extra sampling has its own DIGEST.
-    After a kill, the same command continues from these samples.
-
-    Args:
-        resamples: Bootstrap resamples of an interval.
+    prompt format and rewards, but not the code of rewards and environments. After a kill, the same command continues
+    from these samples.
     """
 
-    def __init__(self, resamples: int = 2000) -> None:
-        require_at_least(1, {"EvaluationReport's resamples": resamples})
-        self.resamples = resamples
+    def __init__(self) -> None:
         self._prompts: dict[str, list[EvaluatedPrompt]] = {}
         self._tells_answers = True
         self._settings: dict[str, Any] = {}
@@ -127,35 +121,22 @@ class EvaluationReport(Callback, ChecksFirst):
         self._prompts, self._tells_answers = {}, True
         rollout = rollout_callback(trainer, "EvaluationReport")
         self._settings = _settings(module, rollout, trainer.datamodule)  # type: ignore[attr-defined]
-        samplings = {name: asdict(sampling) for name, sampling in rollout.eval_config.extra.items()}
-        digest, *extra = [
-            _sha256(json.dumps(self._settings | {"sampling": sampling}, sort_keys=True).encode())[:12]
-            for sampling in (self._settings["sampling"], *samplings.values())
-        ]
+        digest = _sha256(json.dumps(self._settings, sort_keys=True).encode())[:12]
         # Not in the digest, which has the adapter's weights.
         self._settings["adapter"] = None if module.policy_version else module.policy_config.adapter
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         ranks, folder = communicator_of(trainer), Path(trainer.default_root_dir) / FOLDER
         prompts = sum(len(loader.dataset) for loader in (loaders if isinstance(loaders, list) else [loaders]))
-        total = -(-prompts * (1 + rollout.eval_config.samples * (1 + len(extra))) // ranks.size)
+        total = -(-prompts * (1 + rollout.eval_config.samples) // ranks.size)
         file, others = _sample_files(folder, digest, ranks)
         self._cache = _ProgressCache(file, others, total, show=trainer.is_global_zero)
-        caches = {
-            name: _ProgressCache(*_sample_files(folder, own, ranks), total, show=False, bar=self._cache.bar)
-            for name, own in zip(samplings, extra, strict=True)
-        }
         if len(self._cache):
             log.info("%d samples of %s are used again; after an edit of a reward, remove it", len(self._cache), file)
         ranks.barrier()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
-        self._evaluator.use_cache(self._cache, caches)
+        self._evaluator.use_cache(self._cache)
         self._settings["samples"] = f"{FOLDER}/{digest}.jsonl"
-        if samplings:
-            self._settings["extra_sampling"] = {
-                name: {"sampling": sampling, "samples": f"{FOLDER}/{own}.jsonl"}
-                for (name, sampling), own in zip(samplings.items(), extra, strict=True)
-            }
 
     def _report(self, stage: str, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, QeRLModule)
@@ -168,11 +149,9 @@ class EvaluationReport(Callback, ChecksFirst):
             for metric, values in prompt_metrics(prompts, self._tells_answers).items():
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
                 fractions = not re.search("(^|_)(length_mean|reward_)", metric)
-                low, high = bootstrap_interval(values, seed, self.resamples, fractions)
+                low, high = bootstrap_interval(values, seed, fractions=fractions)
                 metrics[metric] = {"value": values.mean().item(), "low": low, "high": high}
-            samples = len(prompts[0].samples)
-            curves = pass_at_k_curves(metrics, samples, prompts[0].extra)
-            sets[name or stage] = {"prompts": len(prompts), "samples": samples, "metrics": metrics, "pass@k": curves}
+            sets[name or stage] = {"prompts": len(prompts), "samples": len(prompts[0].samples), "metrics": metrics}
             bounds = {
                 f"{evaluation_tag(stage, name, metric)}_{end}": result[end]
                 for metric, result in metrics.items()
@@ -182,7 +161,7 @@ class EvaluationReport(Callback, ChecksFirst):
                 logger.log_metrics(bounds, step=module.policy_version + BEFORE_TRAINING)
         folder = Path(trainer.default_root_dir)
         machine = machine_of(trainer.strategy.root_device) | installed_versions(["math-verify"])
-        report = {"sets": sets, "resamples": self.resamples, **self._settings, "machine": machine}
+        report = {"sets": sets, **self._settings, "machine": machine}
         text, json_file = report_table(report), folder / "evaluation.json"
         atomic_write(json_file, (json.dumps(report, indent=2) + "\n").encode())
         atomic_write(folder / "evaluation.md", text.encode())
@@ -192,12 +171,9 @@ class EvaluationReport(Callback, ChecksFirst):
 class _ProgressCache(SampleCache):
     """A sample cache that updates a progress bar."""
 
-    def __init__(
-        self, path: Path, others: Sequence[Path], total: int, show: bool, bar: "tqdm[Any] | None" = None
-    ) -> None:
+    def __init__(self, path: Path, others: Sequence[Path], total: int, show: bool) -> None:
         super().__init__(path, others)
-        own = {"desc": "evaluating", "total": total, "unit": "completion", "disable": None if show else True}
-        self.bar = tqdm(**own) if bar is None else bar
+        self.bar = tqdm(desc="evaluating", total=total, unit="completion", disable=None if show else True)
 
     def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
         answer = super().get(name, prompt, sample)
@@ -216,25 +192,6 @@ def _sample_files(folder: Path, digest: str, ranks: Communicator) -> tuple[Path,
     return files[ranks.rank], sorted(others)
 
 
-def pass_at_k_curves(
-    metrics: Mapping[str, Mapping[str, float]], samples: int, extra: Iterable[str]
-) -> dict[str, dict[str, Sequence[float]]]:
-    """pass@k over k with its interval, of the usual samples under "samples" and of each extra sampling by name.
-
-    Args:
-        metrics: Value, low and high by metric, as in evaluation.json.
-        samples: S, the largest k.
-        extra: Names of the extra samplings.
-    """
-    ks = sizes(samples)
-    curves: dict[str, dict[str, Sequence[float]]] = {}
-    for name in ("samples", *extra):
-        own = [f"pass@{k}" if name == "samples" else extra_metric(name, f"pass@{k}") for k in ks]
-        values = {key: [metrics[metric][key] for metric in own] for key in ("value", "low", "high")}
-        curves[name] = {"k": ks, **values}
-    return curves
-
-
 def report_table(report: Mapping[str, Any]) -> str:
     """The contents of evaluation.json as `metrics_table`, with the model and the sampling below it."""
     adapter = report["adapter"]  # an exported adapter does not record its rollouts
@@ -251,12 +208,7 @@ def report_table(report: Mapping[str, Any]) -> str:
 
 def sampling_line(report: Mapping[str, Any]) -> str:
     """A line with the sampling parameters of evaluation.json, for below `metrics_table`."""
-    samplings = {"": report["sampling"]}
-    samplings |= {f"; {name}: ": one["sampling"] for name, one in report.get("extra_sampling", {}).items()}
-    text = "".join(
-        f"{label}{', '.join(f'{name} {value}' for name, value in sampling.items())}"
-        for label, sampling in samplings.items()
-    )
+    text = ", ".join(f"{name} {value}" for name, value in report["sampling"].items())
     return f"sampled with {text}, seed {report['seed']}. In brackets 95 %, by bootstrap over prompts."
 
 
@@ -264,15 +216,10 @@ def metrics_table(report: Mapping[str, Any]) -> str:
     """The metrics of evaluation.json as a Markdown table: a column for each set, a row for each metric."""
     sets = report["sets"]
     metrics = list(dict.fromkeys(name for results in sets.values() for name in results["metrics"]))
-    labels = LABELS | {
-        extra_metric(name, metric): f"{name}: {LABELS.get(metric, metric)}"
-        for name in report.get("extra_sampling", {})
-        for metric in metrics + list(LABELS)
-    }
     rows = [["", *sets]]
     rows += [[label, *(str(results[label]) for results in sets.values())] for label in ("prompts", "samples")]
     for metric in metrics:
-        row, digits = [labels.get(metric, metric)], 1 if metric.endswith("length_mean") else 3
+        row, digits = [LABELS.get(metric, metric)], 1 if metric.endswith("length_mean") else 3
         for results in sets.values():
             result = results["metrics"].get(metric)
             row.append("" if result is None else "{value:.{d}f} [{low:.{d}f}, {high:.{d}f}]".format(**result, d=digits))

@@ -1,7 +1,9 @@
 """Checkpoints for resuming, also on SIGTERM, SIGINT, SIGHUP and SLURM's SIGUSR1."""
 
 import logging
+import os
 import signal
+import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,19 +12,19 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 
-from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least
+from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least, take_sigusr1
 from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.machine import installed_versions, machine_of, processor
 from qerl_pl.runtime.random_state import random_state, set_random_state
-from qerl_pl.runtime.slurm import requeue_job, take_sigusr1
 
 log = logging.getLogger(__name__)
 
 REPEATED_S = 1.0
 """Seconds within which a signal repeats the first: a terminal and a wrapper, say, both send the same request."""
+_REQUEUE_TIMEOUT_S = 60
 MACHINE_KEY = "qerl_machine"
 """Checkpoint key of the processor and the versions."""
 
@@ -124,7 +126,7 @@ class ResumeCheckpoint(Checkpoint):
         if isinstance(exception, Preempted) and exception.signal_number == signal.SIGUSR1:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which SLURM requeues; Lightning's teardown restores it
             if writes_files(trainer):
-                requeue_job()
+                _requeue_job()
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Restore the signal handlers, and forget the run."""
@@ -159,13 +161,9 @@ class ResumeCheckpoint(Checkpoint):
         return int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Warn of another machine; name the best checkpoints where they are if the run's folder has moved."""
+        """Warn of another machine."""
         if trainer.is_global_zero:
             _warn_of_another_machine(checkpoint.get(MACHINE_KEY, {}), trainer.strategy.root_device)
-        for callback in trainer.checkpoint_callbacks:
-            state = checkpoint["callbacks"].get(callback.state_key)
-            if isinstance(callback, ModelCheckpoint) and state and callback.dirpath is not None:
-                _follow_move(state, str(callback.dirpath))
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Save the processor and the versions, and the loops at the end of the last step."""
@@ -209,13 +207,17 @@ def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) ->
         log.warning("this run goes on elsewhere, so that its results may be rounded otherwise: %s", "; ".join(changed))
 
 
-def _follow_move(state: dict[str, Any], folder: str) -> None:
-    """Replace the folder in a ModelCheckpoint's state, if the best checkpoint is in `folder`."""
-
-    def moved(path: str) -> str:
-        return path.replace(state["dirpath"], folder, 1)
-
-    if Path(moved(state["best_model_path"])).is_file():
-        paths = {key: moved(state[key]) for key in ("best_model_path", "kth_best_model_path", "last_model_path")}
-        best = {moved(path): score for path, score in state["best_k_models"].items()}
-        state |= paths | {"best_k_models": best, "dirpath": folder}
+def _requeue_job() -> None:
+    """Have SLURM start this job again; log a warning if it does not."""
+    variables = os.environ
+    job = variables.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in variables:
+        job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_S)
+        reason = "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    if reason:
+        log.warning("`%s` fails (%s): submit the job again, with --resume auto", " ".join(command), reason)

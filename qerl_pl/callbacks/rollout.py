@@ -2,17 +2,16 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from qerl_pl.callbacks.rollout_settings import EvaluationConfig, warn_of_filters, warn_of_opened_tags
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.evaluation.evaluator import Evaluator
+from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
@@ -32,15 +31,37 @@ from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.runtime.checks import SamplingCallback, check_monitors, no_sampling_callback
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
-from qerl_pl.types import Prompt, PromptBatch, SamplingConfig
+from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
 
 log = logging.getLogger(__name__)
 
 PROMPTS_KEY = "qerl_prompts"
 """Checkpoint key of the state of the training prompts."""
 
-REJECTED_WARNING = 0.5
-"""Share of rejected tokens above which the log warns."""
+POLICY_DISTRIBUTION = EvalSampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+"""Default sampling of held-out prompts: without filters, with training's token limit and stop strings."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Settings of validation and test alone.
+
+    Args:
+        samples: Samples a held-out prompt beside the greedy one, for pass@k and maj@k with k up to this number.
+        sampling: Sampling parameters of held-out prompts; missing keys are those of `rollout.sampling`. The greedy
+            sample has its token limit and stop strings too. null takes temperature 1 without filters, and the token
+            limit and stop strings of `rollout.sampling`.
+        batch: Most completions of held-out prompts in one call of the engine; null passes a batch of prompts at once.
+    """
+
+    samples: int = 1
+    sampling: EvalSampling | None = None
+    batch: int | None = None
+
+    def evaluator(self, scorer: Scorer, training: SamplingConfig) -> EvaluatorConfig:
+        """The evaluator's settings, with training's sampling parameters where these set none."""
+        sampling = (self.sampling or POLICY_DISTRIBUTION).over(training)
+        return EvaluatorConfig(scorer, sampling, self.samples, self.batch)
 
 
 class RolloutCallback(Callback, SamplingCallback):
@@ -81,7 +102,7 @@ class RolloutCallback(Callback, SamplingCallback):
         check_every: int = 50,
         accuracy_reward: str | None = None,
         environment: EnvironmentConfig = EnvironmentConfig(),  # noqa: B008
-        evaluation: EvaluationConfig = EvaluationConfig(),  # noqa: B008
+        evaluation: EvaluationConfig = EvaluationConfig(),
     ) -> None:
         require_at_least(1, {"check_every": check_every})
         has_environment = environment.factory is not None
@@ -132,8 +153,7 @@ class RolloutCallback(Callback, SamplingCallback):
         if positions is not None and self.longest(data) > positions:
             raise UserError(
                 f"prompt and completion must fit the model's {positions} positions; got {self.longest(data)} "
-                "(data.max_prompt_tokens and the largest max_tokens of sampling, evaluation.sampling and "
-                "evaluation.extra_sampling); lower them"
+                "(data.max_prompt_tokens and the larger max_tokens of sampling and evaluation.sampling); lower them"
             )
 
     def open_environments(self, trainer: Trainer) -> Sequence[Mapping[str, Any]]:
@@ -158,8 +178,7 @@ class RolloutCallback(Callback, SamplingCallback):
 
     def longest(self, data: PromptDataModule) -> int:
         """Longest sequence in tokens, prompt and completion."""
-        samplings = (self.config.sampling, self.eval_config.sampling, *self.eval_config.extra.values())
-        return data.max_prompt_tokens + max(sampling.max_tokens for sampling in samplings)
+        return data.max_prompt_tokens + max(self.config.sampling.max_tokens, self.eval_config.sampling.max_tokens)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Launch the engine: before the policy is loaded, which may share the engine's weights."""
@@ -170,7 +189,6 @@ class RolloutCallback(Callback, SamplingCallback):
             metrics = self.eval_config.metric_names()
             check_monitors(trainer, [evaluation_tag("val", name, one) for name in data.val_names for one in metrics])
         check_references(self.scorer.rewards, data.references)
-        warn_of_opened_tags(self.scorer.rewards, module, data)
         if self._launched:  # by a stage of which no end was told
             self.close()
         self._launch(trainer, module, data)
@@ -192,8 +210,8 @@ class RolloutCallback(Callback, SamplingCallback):
         self._launched = True  # also if it fails half-way
         self.engine.launch(spec)
         # The policy of an earlier stage is still loaded, on the weights that it shared then.
-        shared = None if "policy" in dict(module.named_children()) else self.engine.shared_weights()
-        module.use_engine_weights(shared, self.engine.memory_gib().get("releasable", 0.0))
+        is_loaded = "policy" in dict(module.named_children())
+        module.shared_weights = None if is_loaded else self.engine.shared_weights()
         tokenizer, dialogues, ends = module.tokenizer, self._dialogues, end_token_ids(module.base_folder)
         self._collector = Collector(
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
@@ -243,7 +261,6 @@ class RolloutCallback(Callback, SamplingCallback):
             "number of finished rollouts": module.policy_version,
         }
         communicator_of(trainer).require_same(facts | _data(trainer).state_dict())
-        warn_of_filters(self.config.sampling, module.objective.rollout_correction)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int
@@ -288,7 +305,7 @@ class RolloutCallback(Callback, SamplingCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int
     ) -> None:
-        """Log a warning if sampler and trainer differ too much, or most tokens are rejected for that."""
+        """Log a warning if sampler and trainer differ too much."""
         mismatch = float(trainer.callback_metrics["mismatch/logprob_abs_mean"])
         if mismatch > self.mismatch_bound:
             log.warning(
@@ -296,13 +313,6 @@ class RolloutCallback(Callback, SamplingCallback):
                 "look for a wrong sync",
                 mismatch,
                 self.mismatch_bound,
-            )
-        rejected = float(trainer.callback_metrics.get("mismatch/rejected_frac", 0.0))
-        if rejected > REJECTED_WARNING:
-            log.warning(
-                "model.objective.correction rejects %.0f %% of the tokens, which do not train: widen its range, or "
-                "lower the noise",
-                100 * rejected,
             )
 
     # Evaluation ----------------------------------------------------------------------------------------------------

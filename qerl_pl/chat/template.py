@@ -1,30 +1,23 @@
 """Rendering of questions and conversations to token ids by the tokenizer's chat template, whole or in parts."""
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from itertools import chain
 from typing import Any
 
-import torch
-import transformers
 from jinja2 import TemplateError
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.errors import UserError
-from qerl_pl.runtime.files import atomic_directory, build_once, cache_root
 
 SYSTEM_PROMPT = "Think inside <think></think>, then give only the final answer inside <answer></answer>."
 """Asks for the format that the rewards check."""
 TEMPLATE_DATE = datetime(2024, 7, 26)
 """Date in templates that have one, such as Llama's, so that prompts are the same on every day of a run."""
-CACHED_PROMPTS = 1000
-"""From this many prompts on, rendering takes longer than to look it up."""
+RENDERED_AT_ONCE = 1000
+"""Texts of a call of the tokenizer, whose own records of a token take far more memory than its number."""
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 """A template's call for the current date, which no argument replaces."""
 _OWN = ("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "return_dict", "tokenize")
@@ -69,16 +62,19 @@ def render_prompts(
     if not chats:
         return []
     frame = TemplateFrame(tokenizer, template_kwargs)
-    rendered = [isinstance(chat, str) and frame.made(chat) for chat in chats]
-    others = [messages_of(chat, system_prompt) for chat, done in zip(chats, rendered, strict=True) if not done]
-    texts = iter(template_texts(tokenizer, others, template_kwargs, tools=tools) if others else [])
-    all_texts = [str(chat) if done else next(texts) for chat, done in zip(chats, rendered, strict=True)]
-    token_ids = [list(ids) for ids in tokenizer(all_texts, add_special_tokens=False)["input_ids"]]
-    begins = beginning(tokenizer) if any(rendered) else []
-    return [
-        [*begins, *ids] if done and ids[: len(begins)] != begins else ids
-        for ids, done in zip(token_ids, rendered, strict=True)
-    ]
+    begins = beginning(tokenizer)
+    numbers: dict[int, int] = {}  # one object a token id, however often it occurs
+    found = []
+    for start in range(0, len(chats), RENDERED_AT_ONCE):
+        part = chats[start : start + RENDERED_AT_ONCE]
+        rendered = [isinstance(chat, str) and frame.made(chat) for chat in part]
+        others = [messages_of(chat, system_prompt) for chat, done in zip(part, rendered, strict=True) if not done]
+        texts = iter(template_texts(tokenizer, others, template_kwargs, tools=tools) if others else [])
+        all_texts = [str(chat) if done else next(texts) for chat, done in zip(part, rendered, strict=True)]
+        for ids, done in zip(tokenizer(all_texts, add_special_tokens=False)["input_ids"], rendered, strict=True):
+            whole = [*begins, *ids] if done and ids[: len(begins)] != begins else ids
+            found.append([numbers.setdefault(token, token) for token in whole])
+    return found
 
 
 class TemplateFrame:
@@ -151,57 +147,6 @@ def render_prompt(
 ) -> list[int]:
     """Token ids of one chat, see `render_prompts`."""
     return render_prompts(tokenizer, [chat], system_prompt)[0]
-
-
-def cached_prompts(
-    tokenizer: PreTrainedTokenizerBase,
-    chats: Sequence[Chat],
-    system_prompt: str | None,
-    template_kwargs: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> Sequence[Sequence[int]]:
-    """As `render_prompts`, with a cache on disk, which one process of a machine fills."""
-    if len(chats) < CACHED_PROMPTS or not tokenizer.is_fast or tokenizer.chat_template is None:
-        return render_prompts(tokenizer, chats, system_prompt, template_kwargs, tools)
-    template = tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] or None)
-    settings = [template, system_prompt, dict(template_kwargs), list(tools), "rendered texts as they are"]
-    described = (chat if isinstance(chat, str) else [dict(message) for message in chat] for chat in chats)
-
-    def rendered() -> dict[str, Tensor]:
-        parts = [chats[start : start + CACHED_PROMPTS] for start in range(0, len(chats), CACHED_PROMPTS)]
-        found = [
-            torch.tensor(ids, dtype=torch.int32)
-            for part in parts
-            for ids in render_prompts(tokenizer, part, system_prompt, template_kwargs, tools)
-        ]
-        return {"tokens": torch.cat(found), "lengths": torch.tensor([len(ids) for ids in found])}
-
-    saved = cached_tensors("prompts", tokenizer, settings, described, rendered)
-    numbers = list(range(int(saved["tokens"].max()) + 1))  # one object a token id, however often it occurs
-    split = saved["tokens"].split(saved["lengths"].tolist())
-    return [tuple(map(numbers.__getitem__, ids.tolist())) for ids in split]
-
-
-def cached_tensors(
-    kind: str,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Sequence[Any],
-    rows: Iterable[Any],
-    make: Callable[[], dict[str, Tensor]],
-) -> dict[str, Tensor]:
-    """Tensors of rendered rows, from a cache on disk that one process of a machine fills and all of them map."""
-    about = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, *settings]
-    digest = hashlib.sha256()
-    for item in chain([[*about, TEMPLATE_DATE.isoformat()]], rows):
-        digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
-    folder = cache_root() / f"{kind}-{digest.hexdigest()[:32]}"
-    file = folder / f"{kind}.safetensors"
-    with build_once(folder) as missing:
-        if missing:
-            tensors = make()
-            with atomic_directory(folder) as unfinished:
-                save_file(tensors, unfinished / file.name)
-    return load_file(file)
 
 
 def render_conversation(

@@ -1,16 +1,17 @@
 """The commands of `qerl`, and what it answers without PyTorch: help, version, configurations, unknown commands."""
 
+import json
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
-from qerl_pl.cli.completions_page import write_completions
 from qerl_pl.cli.configs import check_config, copy_config, list_configs
 from qerl_pl.errors import UserError, did_you_mean, explain_file_error
+from qerl_pl.runtime.files import atomic_write
 
 USAGE_ERROR = 2
 """Exit status of a command that a user has to correct."""
@@ -35,6 +36,10 @@ DESCRIPTION = """Reinforcement learning of 4-bit language models with LoRA and a
 fit, validate and test take -c CONFIG.yaml, also several times (the later one overrides), and any key of it as
 --key value, such as --rollout.group_size 16. `qerl COMMAND --help` explains a command and its keys.
 """
+
+MAX_COMPLETIONS = 20_000
+"""Completions of a page: with more of them, rollouts are left out evenly, for a browser holds them all."""
+COMPLETIONS_PAGE = Path(__file__).with_name("completions_page.html")
 
 
 class Parser(ArgumentParser):
@@ -139,6 +144,50 @@ def _completions(args: Sequence[str]) -> None:
     parser.add_argument("dst", nargs="?", type=Path, help="File to write. By default completions.html beside it.")
     given = parser.parse_args(args)
     write_completions(given.run, given.dst)
+
+
+def write_completions(run: Path, dst: Path | None) -> None:
+    """Write the page and print where it is.
+
+    Args:
+        run: The run's folder, or its completions.jsonl.
+        dst: File to write; by default completions.html beside completions.jsonl. An older one is replaced.
+
+    Raises:
+        UserError: The run has logged no completions.
+    """
+    source = run if run.is_file() else run / "completions.jsonl"
+    records = _records(source)
+    versions = sorted({record["version"] for record in records})
+    every = -(-len(records) // MAX_COMPLETIONS)
+    kept = set(versions[::every])
+    records = [record for record in records if record["version"] in kept]
+    about = f"{source}: {len(records)} completions of {len(kept)} rollouts"
+    if every > 1:
+        about += f", one of each {every} of {len(versions)}"
+    # In a script element "</script>" and "<!--" would end the data.
+    data = json.dumps({"about": about, "records": records}).replace("<", "\\u003c")
+    dst = source.with_suffix(".html") if dst is None else dst
+    atomic_write(dst, COMPLETIONS_PAGE.read_text(encoding="utf-8").replace("DATA", data, 1).encode())
+    print(f"wrote {about} to {dst}")
+
+
+def _records(source: Path) -> list[dict[str, Any]]:
+    """The lines of completions.jsonl, but one that a kill cut off."""
+    if not source.is_file():
+        raise UserError(
+            f"completions reads what a run logs to completions.jsonl; {source} is not there; train with "
+            "--completions.jsonl true"
+        )
+    records = []
+    for line in source.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    if not records:
+        raise UserError(f"completions needs a rollout; {source} has none yet; wait for the first")
+    return records
 
 
 _WITHOUT_TORCH = {"compare": _compare, "completions": _completions, "configs": _configs}

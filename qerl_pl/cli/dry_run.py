@@ -167,7 +167,7 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         -(-step_tokens // tokens),
         policy.quantization,
         PROJECTIONS if lora is None else lora.targets,
-        optimizer_bytes(model.make_optimizer, CPU).state,
+        optimizer_bytes(model.make_optimizer, CPU),
         _step_bytes(model),
         reference=model.needs_reference if lora is None else policy.adapter is not None,
         engine=rollout is not None,

@@ -1,5 +1,6 @@
 """One-line messages for user errors, with the nearest key for a misspelt one."""
 
+import errno
 import re
 import textwrap
 from collections.abc import Collection
@@ -9,6 +10,7 @@ from pkgutil import resolve_name
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, loggers
+from safetensors import SafetensorError
 from yaml import YAMLError
 
 from qerl_pl import algorithm, datamodules, engines
@@ -17,8 +19,9 @@ from qerl_pl.cli.commands import TRAINER_COMMANDS
 from qerl_pl.cli.config_checks import CALLBACKS, module_class
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError, chain_of_causes, did_you_mean, explain_file_error
-from qerl_pl.runtime.files import is_full_disk
 
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a write without space left."""
 _IMPORTING = (AttributeError, ImportError, SyntaxError)
 _PARSING = (*_IMPORTING, TypeError, ValueError, LookupError, OSError, ArgumentError, YAMLError)
 """Errors that jsonargparse raises; any other cause comes from a user's module and keeps its traceback."""
@@ -73,12 +76,19 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
             return _one_line(cause)
     if isinstance(error, OSError) and (line := explain_file_error(error)) is not None:
         return line
-    if any(map(is_full_disk, causes)):  # a write names no file
+    if any(map(_is_full_disk, causes)):  # a write names no file
         return (
             f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and run the "
             "command again, training with --resume auto"
         )
     return None
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    """Whether a write failed without space left, or an error came over one, as of an archive that PyTorch closes."""
+    failed = isinstance(error, OSError) and error.errno in _FULL_DISK
+    told = isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in _FULL_DISK)
+    return failed or told or (error.__context__ is not None and _is_full_disk(error.__context__))
 
 
 def _one_line(error: BaseException) -> str:

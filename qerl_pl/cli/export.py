@@ -105,8 +105,7 @@ def export(
     """Write the adapter or model of a run, finished or not, with its tokenizer and a model card.
 
     Args:
-        run: The run's folder (`trainer.default_root_dir`), which holds config.yaml and checkpoints; for a run from
-            Python, Lightning's checkpoints.
+        run: The run's folder (`trainer.default_root_dir`), which holds checkpoints; for a run from Python, Lightning's.
         dst: Folder to write; must not exist. An adapter in PEFT's format, or with `merge` a model.
         merge: Write bf16 weights with the adapter merged in. After full fine-tuning the model is written in any case,
             in `model.policy.dtype`.
@@ -118,8 +117,8 @@ def export(
     path = checkpoint or newest_checkpoint(run) or max(run.rglob("*.ckpt"), key=finished_rollouts, default=None)
     if path is None:
         raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
-    state, given = load_saved(path)[CHECKPOINT_KEY], _run_config(run)
-    config = _policy_config(run, given, state)
+    state = load_saved(path)[CHECKPOINT_KEY]
+    config = _built(state["policy"])
     if state["lora"] is not None:  # what the run started from may be gone
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
@@ -139,8 +138,9 @@ def export(
             policy.save(folder)
             if multimodal is not None:
                 rename_to_multimodal(folder, multimodal)
-        write_model_card(folder, run, given or {}, policy, merge, steps, kind, dst.name, multimodal)
-    print(f"wrote {_described(config, merge)} to {dst}, {_size(dst)}; after {steps} {STEP[kind]}, from {path}")
+        write_model_card(folder, run, _run_config(run), policy, merge, steps, kind, dst.name, multimodal)
+    what = "the complete model" if merge or policy.full_finetuning else f"the adapter of {config.base_name}"
+    print(f"wrote {what} to {dst}; after {steps} {STEP[kind]}, from {path}")
     own = config.path if config.quantization == "none" and config.path is not None else str(base)
     print(f"serve it: {serving_line(config, merge, multimodal or own, str(dst), multimodal is not None)}")
     if config.path is not None and (merge or policy.full_finetuning):  # no other program knows the toy's tokenizer
@@ -163,20 +163,6 @@ def _check_multimodal(model: str, base: Path, is_model: bool) -> None:
             f"--multimodal must be a model of text and images whose text model is the run's base, {own}; {model} has "
             f"{found or 'none, or cannot be reached'}; name the model that `qerl quantize` took the base from"
         )
-
-
-def _described(config: PolicyConfig, merge: bool) -> str:
-    if config.lora_spec is None:
-        return f"the complete model ({config.dtype})"
-    if merge:
-        return "the complete model (adapter merged in, bfloat16)"
-    form = "" if config.quantization == "none" else f" in {config.quantization.upper()}"
-    return f"the adapter (rank {config.lora_spec.rank}, base {config.base_name}{form})"
-
-
-def _size(folder: Path) -> str:
-    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
-    return f"{len(sizes)} files of {sum(sizes) / 2**20:.1f} MiB"
 
 
 class _Merged:
@@ -208,29 +194,15 @@ class _Merged:
         return self._kept / self._whole if self._whole else None
 
 
-def _run_config(run: Path) -> Any:
-    """The contents of a run's config.yaml; None for a run from Python, which has none."""
+def _run_config(run: Path) -> dict[str, Any]:
+    """The contents of a run's config.yaml; empty for a run from Python, which has none."""
     path = run / "config.yaml"
     try:
-        return yaml.safe_load(path.read_bytes()) if path.is_file() else None
+        given = yaml.safe_load(path.read_bytes()) if path.is_file() else {}
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise UserError(f"a run's config.yaml must be YAML; {path} is not ({reason:.150}); restore it") from error
-
-
-def _policy_config(run: Path, given: Any, state: dict[str, Any]) -> PolicyConfig:
-    """The policy's configuration from config.yaml, or for a run from Python from its checkpoint."""
-    path = run / "config.yaml"
-    if not path.is_file():
-        return _built(state["policy"])
-    model = given.get("model") if isinstance(given, dict) else None
-    policy = model.get("policy") if isinstance(model, dict) else None
-    if not isinstance(policy, dict) or not {"path", "lora"} <= policy.keys():
-        raise UserError(
-            f"export reads the policy from the run's config.yaml; {path} has no model.policy with path and lora; "
-            "restore the file that `qerl fit` wrote, or name a run's folder"
-        )
-    return _built(policy)
+    return given if isinstance(given, dict) else {}
 
 
 def _built(policy: dict[str, Any]) -> PolicyConfig:

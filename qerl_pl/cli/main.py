@@ -50,10 +50,9 @@ from qerl_pl.runtime.checkpoint_io import (
     newest_checkpoint,
     verify,
 )
-from qerl_pl.runtime.checks import check_devices, check_ranks_divide
+from qerl_pl.runtime.checks import check_devices, check_ranks_divide, check_world
 from qerl_pl.runtime.communicator import is_first_process, planned_ranks
 from qerl_pl.runtime.files import locked
-from qerl_pl.runtime.slurm import check_world
 from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 
 

@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import ModelCard, ModelCardData
-from jsonargparse import ArgumentParser
 
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.loggers import flatten
 from qerl_pl.callbacks.summary import summary_rows
-from qerl_pl.cli.config_checks import CALLBACKS
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.models.families import find_family
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
@@ -29,16 +26,7 @@ STEP = {QeRLModule.kind: "rollouts", SFTModule.kind: "steps"}
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's --max-lora-rank."""
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.json)(?<!\.jsonl)(?<!\.csv)(?<!\.parquet)")
-_TEXTS = ("system_prompt", "template")
-"""Keys of prompts, which may look like paths: /no_think Answer in <answer></answer>."""
 _TAGS = {QeRLModule.kind: "reinforcement-learning", SFTModule.kind: "sft"}
-_KEYS = ("seed_everything", "model", "data", "rollout", "trainer", "dry_run", "weights_only", *CALLBACKS)
-"""Keys of a configuration that are published."""
-_PACKAGES = ("qerl_pl.", "torch.", "lightning.pytorch.callbacks.", "transformers.", "bitsandbytes.")
-"""Packages of classes whose arguments are published; of others only numbers of `_NUMBERS` are."""
-_NUMBERS = ("weight", "lr", "eps", "weight_decay", "momentum")
-_PRIVATE = ("api_key_env", "cache")
-_URL = re.compile(r"(?<!\bhf)://")
 
 
 def write_model_card(
@@ -52,14 +40,14 @@ def write_model_card(
     name: str,
     multimodal: str | None = None,
 ) -> None:
-    """Write README.md, and beside it the run's plot and its configuration without folders of this machine.
+    """Write README.md, and beside it the run's plot.
 
     What the run has not written (config.yaml, summary.json, run.png, evaluation.json) the card leaves out.
 
     Args:
         folder: The exported adapter or model.
         run: The run's folder.
-        given: The contents of its config.yaml; empty if it has none.
+        given: The contents of its config.yaml, for objective and data sets; empty if it has none.
         policy: With the weights that are exported.
         merged: Whether the adapter is merged into the base.
         steps: Rollouts or steps that the weights were trained for.
@@ -67,15 +55,12 @@ def write_model_card(
         name: Name that the folder will have.
         multimodal: The multimodal model that serves the adapter in place of its base, if any.
     """
-    public = yaml.safe_dump(without_folders(given), sort_keys=False, allow_unicode=True) if given else ""
-    if public:
-        (folder / "qerl_config.yaml").write_text(public, encoding="utf-8")
     if plotted := (run / "run.png").is_file():
         shutil.copyfile(run / "run.png", folder / "run.png")
     config, path = policy.config, run / "summary.json"
     summary = json.loads(path.read_bytes()) if path.is_file() else {}
     hub, base = _hub_name(config.path), Path(config.path or "Toy policy").name
-    objective = flatten(given.get("model", {}).get("objective")).get("")
+    objective = flatten((given.get("model") or {}).get("objective")).get("")
     formats = [] if config.quantization == "none" else [config.quantization]
     tags = ["qerl_pl", _TAGS[kind], *(["lora"] if config.lora_spec else []), *formats]
     is_adapter = not merged and not policy.full_finetuning
@@ -103,7 +88,6 @@ def write_model_card(
         finished=summary.get("steps", steps),
         evaluation=_evaluation(run / "evaluation.json", policy),
         serving=_serving_of_the_card(config, merged, name, multimodal),
-        config=public.strip(),
     )
     card.save(folder / "README.md")
 
@@ -151,41 +135,6 @@ def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str, multimod
     fetched = f"hf download {source} --local-dir {Path(source).name}\n" if source != "BASE" else ""
     quantized = f"qerl quantize {Path(source).name} {packed} --format {policy.quantization}"
     return f"{fetched}{quantized}\n{serving_line(policy, merged, packed, name)}"
-
-
-def without_folders(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's configuration for publication, without folders and secrets.
-
-    Of absolute paths the last name is left, of a URL the word URL, of another package's class its name. Loggers,
-    plugins and the run's folder are left out.
-    """
-    public = {key: _public(value) for key, value in config.items() if key in _KEYS}
-    if "model" in public:  # its class stands beside its keys
-        named = {"class_path", *ArgumentParser().add_class_arguments(QeRLModule)}
-        public["model"] = {key: _public(value) for key, value in config["model"].items() if key in named}
-    trainer = {**config.get("trainer", {}), "default_root_dir": None}
-    trainer |= {key: None for key in ("logger", "plugins") if not isinstance(trainer.get(key, True), bool)}
-    return public | {"trainer": _public(trainer), "resume": None, "ckpt_path": None}
-
-
-def _public(value: Any) -> Any:
-    if isinstance(value, Mapping) and "class_path" in value:
-        name, arguments = str(value["class_path"]), value.get("init_args") or {}
-        if not name.startswith(_PACKAGES):
-            arguments = {key: arguments[key] for key in _NUMBERS if isinstance(arguments.get(key), int | float)}
-        return {"class_path": _public(name)} | ({"init_args": _public(arguments)} if "init_args" in value else {})
-    if isinstance(value, Mapping):
-        return {key: item if key in _TEXTS else _public(item) for key, item in value.items() if key not in _PRIVATE}
-    if isinstance(value, list):
-        return [_public(item) for item in value]
-    if isinstance(value, str) and _URL.search(value):
-        return "URL"
-    if isinstance(value, str) and "\n" not in value:
-        path = Path(value)
-        # "/s" is no file.
-        if path.is_absolute() and len(path.parts) > 2 or path.parts[:1] == ("~",):
-            return path.name
-    return value
 
 
 def _hub_name(path: str | None) -> str | None:

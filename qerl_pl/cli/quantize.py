@@ -1,14 +1,24 @@
-"""`qerl quantize`: a 4-bit checkpoint by rounding to nearest, or calibrated on data."""
+"""`qerl quantize`: a 4-bit checkpoint by rounding to nearest, or by GPTQ of llm-compressor, calibrated on data."""
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qerl_pl.datamodules.tables import TableConfig, read_table
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.formats.calibration import Method, calibrate_checkpoint
+from qerl_pl.formats.base import format_of
 from qerl_pl.formats.quantize import Device, quantize_checkpoint
+from qerl_pl.models.families import find_family, has_experts
+from qerl_pl.models.folder import TensorFiles, copy_other_files, read_config
+from qerl_pl.runtime.files import atomic_directory, require_absent
+
+log = logging.getLogger(__name__)
+
+SCHEMES = {"nvfp4": "NVFP4A16", "mxfp4": "MXFP4A16"}
+"""llm-compressor's names of the weights-only schemes."""
 
 
 def quantize(
@@ -18,7 +28,6 @@ def quantize(
     device: Device = "auto",
     loftq_rank: int | None = None,
     calibration: str | None = None,
-    method: Method = "gptq",
     samples: int = 256,
     max_length: int = 1024,
 ) -> None:
@@ -26,7 +35,8 @@ def quantize(
 
     Without --calibration, every `*_proj.weight` of the decoder layers is rounded to nearest, and a gated delta net's
     `in_proj_qkv` and `in_proj_z`; `quantization_report.json` in DST holds their relative squared errors: the sum of
-    (quantized - weight)**2 over the sum of weight**2. With it, llm-compressor quantizes every linear but lm_head.
+    (quantized - weight)**2 over the sum of weight**2. With it, every linear but lm_head is quantized by
+    llm-compressor's GPTQ.
 
     Args:
         src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
@@ -39,7 +49,6 @@ def quantize(
             (LoftQ); training starts from it by model.policy.adapter. null writes none.
         calibration: Table of texts (a column text) or of conversations (prompt, messages or question, and answer): a
             JSONL, CSV or parquet file, or a hub name; null rounds to nearest.
-        method: How llm-compressor quantizes: GPTQ or AWQ.
         samples: Rows of the table that are used, from the first.
         max_length: Tokens of each; the rest is cut off.
 
@@ -58,9 +67,7 @@ def quantize(
         )
     require_at_least(1, {"--samples": samples, "--max_length": max_length})
     tokenizer = AutoTokenizer.from_pretrained(src)
-    calibrate_checkpoint(
-        src, dst, calibration_texts(calibration, tokenizer, samples), tokenizer, format, method, max_length
-    )
+    calibrate_checkpoint(src, dst, calibration_texts(calibration, tokenizer, samples), tokenizer, format, max_length)
 
 
 def calibration_texts(path: str, tokenizer: PreTrainedTokenizerBase, samples: int) -> list[str]:
@@ -79,3 +86,78 @@ def calibration_texts(path: str, tokenizer: PreTrainedTokenizerBase, samples: in
         chat += [{"role": "assistant", "content": answer}] if answer else []
         texts.append(cast(str, tokenizer.apply_chat_template(chat, tokenize=False)))
     return texts
+
+
+def calibrate_checkpoint(
+    src: Path,
+    dst: Path,
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    format: str = "nvfp4",
+    max_length: int = 1024,
+) -> None:
+    """Quantize a 16-bit checkpoint by GPTQ (arXiv 2210.17323), so that its outputs on texts change least.
+
+    Args:
+        src: Folder of a causal LM in Hugging Face format.
+        dst: Folder to write; must not exist.
+        texts: Calibration texts, chat template included.
+        tokenizer: The model's.
+        format: nvfp4 or mxfp4.
+        max_length: Tokens of a text; the rest is cut off.
+
+    Raises:
+        UserError: llm-compressor is not installed or cannot read the model, the format has no such scheme, the
+            model is a mixture of experts, or `dst` exists.
+    """
+    if format not in SCHEMES:
+        raise UserError(f"calibration is for {' and '.join(SCHEMES)}; got {format}; leave out --calibration")
+    config = read_config(src)
+    if (family := find_family(config.get("model_type"))) is not None and family.delta_net is not None:
+        raise UserError(
+            f"in_proj_qkv and in_proj_z must share one global scale, which llm-compressor gives each its own; {src} is "
+            f"a {family.model_type}; leave out --calibration"
+        )
+    if has_experts(config):
+        raise UserError(
+            f"calibration quantizes linears, and transformers has a mixture's experts in none; {src} is a mixture of "
+            "experts; leave out --calibration"
+        )
+    require_absent(dst)
+    model = _calibrated(src, texts, tokenizer, format, max_length)
+    with atomic_directory(dst) as folder:
+        model.save_pretrained(folder, save_compressed=True)
+        config = read_config(folder)
+        copy_other_files(src, folder, config)
+        format_of(folder).check(TensorFiles(folder))
+    log.info("wrote %s checkpoint %s, calibrated on %d texts", format.upper(), dst, len(texts))
+
+
+def _calibrated(
+    src: Path, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, format: str, max_length: int
+) -> PreTrainedModel:
+    """The model that llm-compressor's `oneshot` has quantized in place; arguments as for `calibrate_checkpoint`."""
+    try:
+        from llmcompressor import oneshot
+        from llmcompressor.modifiers.quantization import GPTQModifier
+    except ImportError as error:
+        raise UserError(
+            f"--calibration uses llm-compressor, which cannot be imported ({error}); `pip install llmcompressor`, "
+            "in an environment of its own where its pins differ"
+        ) from error
+    from datasets import Dataset
+
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(src, dtype="auto")
+    # Without padding tokens, or their outputs would be calibrated on, too.
+    tokens = [tokenizer(text, add_special_tokens=False, truncation=True, max_length=max_length) for text in texts]
+    oneshot(
+        model=model,
+        processor=tokenizer,
+        recipe=[GPTQModifier(targets="Linear", scheme=SCHEMES[format], ignore=["lm_head"])],
+        dataset=Dataset.from_list([dict(text) for text in tokens]),
+        max_seq_length=max_length,
+        num_calibration_samples=len(texts),
+        shuffle_calibration_samples=False,
+        batch_size=1,
+    )
+    return model

@@ -153,33 +153,31 @@ class ResumableDataModule(LightningDataModule, ABC):
     def _prepare(self, stage: str) -> None:
         """Read, render and split the rows that the stage needs and that are not read yet, after all checks."""
 
-    def _check_settings(self, stage: str, rows: int | None, held_out: int, weighted: int | None = None) -> None:
+    def _check_settings(self, stage: str, rows: int | None, held_out: int) -> None:
         """Check sizes, intervals and the trainer's other settings.
 
-        Of `rows`, None if none were read, some may yet prove too long; `weighted` are an epoch's, if these are others
-        than those that are not held out.
+        Of `rows`, None if none were read, some may yet prove too long.
         """
         if rows is not None:
-            self._check_sizes(rows, held_out, weighted)
+            self._check_sizes(rows, held_out)
         if self.trainer is not None:
             if stage == "fit" and rows is not None:
                 check_ranks_divide(self.batch_size, planned_ranks(self.trainer))
-                check_intervals(self.trainer, self._batches(rows - held_out if weighted is None else weighted))
+                check_intervals(self.trainer, self._batches(rows - held_out))
             check_first(self.trainer, stage)
 
-    def _check_sizes(self, rows: int, held_out: int, weighted: int | None = None) -> None:
-        """Refuse training rows that leave nothing to train on, or less than a batch; arguments as above."""
+    def _check_sizes(self, rows: int, held_out: int) -> None:
+        """Refuse training rows that leave nothing to train on, or less than a batch."""
         if held_out >= rows:
             raise UserError(
                 f"val_size must leave prompts to train on; got val_size={held_out} of {rows} prompts; lower it."
             )
-        left = rows - held_out if weighted is None else weighted
+        left = rows - held_out
         if left < self.batch_size:
             which = f" ({held_out} of {rows} are held out for validation by val_size)" if held_out else ""
             raise UserError(
                 f"batch_size must not exceed the training set; got batch_size={self.batch_size} for {left} "
-                f"{'' if left == rows - held_out else 'weighted '}prompts{which}; "
-                f"lower {'one of them' if held_out else 'it'}."
+                f"prompts{which}; lower {'one of them' if held_out else 'it'}."
             )
 
     def _short(self, lengths: Sequence[int], limit: str, use: str) -> list[int]:

@@ -1,24 +1,28 @@
 """Conversations for supervised fine-tuning (SFT): rows in TRL's formats, rendered, with the tokens that are trained."""
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import (
-    CACHED_PROMPTS,
+    RENDERED_AT_ONCE,
+    TEMPLATE_DATE,
     PartTokenizer,
     TemplateFrame,
     beginning,
-    cached_tensors,
     messages_of,
     render_conversation,
 )
@@ -33,10 +37,13 @@ from qerl_pl.datamodules.tables import (
     without_thousands,
 )
 from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.runtime.files import atomic_directory, build_once, cache_root
 
 log = logging.getLogger("qerl_pl")
 
 _FORMATS = "prompt and completion, messages, or question and answer"
+CACHED_ROWS = 1000
+"""From this many rows on, rendering takes longer than to look it up."""
 _COLUMNS = ("prompt", "completion", "messages", "question", "answer", "tools")
 
 
@@ -206,13 +213,13 @@ class ConversationDataModule(ResumableDataModule):
     def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str) -> Conversations:
         """Conversations of at most `max_length` tokens, from a cache on disk if there are many."""
         make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
-        if len(rows) < CACHED_PROMPTS or not tokenizer.is_fast:
+        if len(rows) < CACHED_ROWS or not tokenizer.is_fast:
             tensors = make()
         else:
             settings = [tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt]
             settings += [self.completion_only_loss, self.assistant_only_loss]
             read = ([row.get(name) for name in _COLUMNS] for row in rows)
-            tensors = cached_tensors("conversations", tokenizer, settings, read, make)
+            tensors = _cached_tensors(tokenizer, settings, read, make)
         return Conversations(use, tensors, self._short(tensors["lengths"].tolist(), "max_length", use))
 
     def _rendered(
@@ -221,9 +228,9 @@ class ConversationDataModule(ResumableDataModule):
         """Tokens of all rows and what trains of them, rendered some at a time."""
         tokenize, begins = PartTokenizer(tokenizer), beginning(tokenizer)
         frame = cache(partial(TemplateFrame, tokenizer, self.chat_template_kwargs))  # rows as text need no template
-        for start in range(0, len(rows), CACHED_PROMPTS):
+        for start in range(0, len(rows), RENDERED_AT_ONCE):
             beginnings, parts = [], []
-            for number, row in enumerate(rows[start : start + CACHED_PROMPTS], start=start + 1):
+            for number, row in enumerate(rows[start : start + RENDERED_AT_ONCE], start=start + 1):
                 try:
                     conversation, prompts = self._read(row, frame)
                     parts.append(self._parts(tokenizer, row, conversation, prompts))
@@ -311,6 +318,27 @@ class ConversationDataModule(ResumableDataModule):
             tokens += ids
             trained += [learned and (self._full_sequence or place < end) for place in range(len(ids))]
         return tokens, [False, *trained[1:]]
+
+
+def _cached_tensors(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Sequence[Any],
+    rows: Iterable[Any],
+    make: Callable[[], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Tensors of rendered rows, from a cache on disk that one process of a machine fills and all of them map."""
+    about = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, *settings]
+    digest = hashlib.sha256()
+    for item in chain([[*about, TEMPLATE_DATE.isoformat()]], rows):
+        digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
+    folder = cache_root() / f"conversations-{digest.hexdigest()[:32]}"
+    file = folder / "conversations.safetensors"
+    with build_once(folder) as missing:
+        if missing:
+            tensors = make()
+            with atomic_directory(folder) as unfinished:
+                save_file(tensors, unfinished / file.name)
+    return load_file(file)
 
 
 def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:

@@ -3,17 +3,14 @@
 import logging
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from qerl_pl.datamodules.prompts import PromptDataModule
-from qerl_pl.datamodules.table_files import is_one_table, split_files
-from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, draw, table_source
+from qerl_pl.datamodules.table_files import is_one_table
+from qerl_pl.datamodules.tables import ANSWER_MARK, Row, TableConfig, table_source
 from qerl_pl.errors import UserError
-from qerl_pl.types import Prompt
 
 log = logging.getLogger("qerl_pl")
 
@@ -28,7 +25,7 @@ class TableDataModule(PromptDataModule):
 
     Args:
         path: Hub name; a JSONL, CSV or parquet file; a folder with one such file a split; a list of rows; or several
-            tables by name, each with its own options and weight.
+            tables by name, each with its own options.
         split: Split to train on; a single file has none. Several tables may each name another.
         val_split: Split to validate on, such as validation; null splits prompts off the training split.
         test_split: Split to test on; null tests on the validation prompts. Like `val_split` only of a folder or a hub
@@ -103,33 +100,6 @@ class TableDataModule(PromptDataModule):
         log.info("%d of %d rows are held out for validation: val_size=%d is too many", rows // 5, rows, self.val_size)
         return rows // 5
 
-    def weighted(self, prompts: list[Prompt]) -> list[Prompt]:
-        """Prompts of each table as often as its weight says; the n-th time their ids end in `#n`."""
-        if not isinstance(self.path, Mapping):
-            return prompts
-        taken = []
-        for name, table in self.path.items():
-            own = [prompt for prompt in prompts if prompt.id.rpartition("-")[0] == name]
-            count = round(table.weight * len(own))
-            if not count:
-                log.warning(
-                    f"no prompt of table {name} is trained on: {len(own)} have at most max_prompt_tokens="
-                    f"{self.max_prompt_tokens}, the weight is {table.weight:g}; raise one of these, or leave the table "
-                    "out"
-                )
-            ids = [prompt.id for prompt in own]
-            for repeat, start in enumerate(range(0, count, len(own) or 1), start=1):
-                ends = f"#{repeat}" if repeat > 1 else ""
-                taken += [replace(own[index], id=ids[index] + ends) for index in draw(ids, count - start, self.seed)]
-        return taken
-
-    def weighted_count(self, rows: Sequence[Row], held_out: int) -> int:
-        """As many as without held-out rows, which are drawn from rendered prompts."""
-        if not isinstance(self.path, Mapping):
-            return super().weighted_count(rows, held_out)
-        own = Counter(row.id.rpartition("-")[0] for row in rows)
-        return sum(round(table.weight * own[name]) for name, table in self.path.items())
-
     def _check_options(self) -> None:
         """Refuse options that the path cannot have."""
         if isinstance(self.path, Mapping):
@@ -201,48 +171,28 @@ class GSM8KDataModule(TableDataModule):
 def level_of(row: Mapping[str, Any]) -> int | None:
     """Difficulty of a row, 1 to 5: its column `level` (3 or "Level 3"), else by its solve rate; None without both.
 
-    By solve rate, level 1 is [0.8, 1], 2 is [0.6, 0.8), and so on to 5, which is [0, 0.2).
+    The solve rate is the fraction of correct answers of Llama-3.1-8B: level 1 is [0.8, 1], 2 is [0.6, 0.8), and so on
+    to 5, which is [0, 0.2).
     """
     if row.get("level") is not None:
         digits = re.search(r"\d+", str(row["level"]))
         return int(digits.group()) if digits else None
-    rate = solve_rate_of(row)
-    return None if math.isnan(rate) else _LEVELS - min(_LEVELS - 1, math.floor(rate * _LEVELS))
-
-
-def solve_rate_of(row: Mapping[str, Any]) -> float:
-    """Fraction of correct answers of Llama-3.1-8B, 0 to 1; NaN if the row has no such number."""
     try:
         rate = float(row.get(_RATE, math.nan))
     except (TypeError, ValueError):
-        return math.nan
-    return rate if 0 <= rate <= 1 else math.nan
-
-
-_FILTERS: dict[str, tuple[tuple[str, ...], Callable[[Mapping[str, Any], Any], bool]]] = {
-    "min_solve_rate": ((_RATE,), lambda row, least: solve_rate_of(row) >= least),
-    "max_solve_rate": ((_RATE,), lambda row, most: solve_rate_of(row) <= most),
-    "levels": (("level", _RATE), lambda row, levels: level_of(row) in levels),
-    "sources": (("source",), lambda row, sources: row.get("source") in sources),
-}
-"""Columns that a filter needs, and whether it keeps a row, by argument."""
+        return None
+    return _LEVELS - min(_LEVELS - 1, math.floor(rate * _LEVELS)) if 0 <= rate <= 1 else None
 
 
 class BigMathDataModule(TableDataModule):
-    """Big-Math: columns `problem` and `answer`; `source`, `llama8b_solve_rate` and `level` for the filters.
+    """Big-Math: columns `problem` and `answer`, and `level` or `llama8b_solve_rate` to choose rows by difficulty.
 
-    A filter also drops rows without its column. Training rows with an empty answer are dropped. An answer is the
-    reference as it is written.
+    Training rows with an empty answer are dropped. An answer is the reference as it is written.
 
     Args:
         path: Hub name, a folder with train.jsonl or train.parquet, or a single file.
-        min_solve_rate: Least fraction of Llama-3.1-8B's answers that were correct, 0 to 1; null for no bound.
-        max_solve_rate: Largest such fraction; null for no bound.
         levels: Difficulties to keep, 1 (easy) to 5: the column level, or without it fifths of the solve rate (5 is
-            below 0.2); null keeps all.
-        sources: Values of the column source to keep; null keeps all.
-        val_path: Table to validate on, with columns problem and answer (a file, or a hub name with a split test, such
-            as HuggingFaceH4/MATH-500); null splits val_size prompts off the training rows.
+            below 0.2); rows without either are dropped. null keeps all.
         settings: Of `TableDataModule`.
     """
 
@@ -251,11 +201,7 @@ class BigMathDataModule(TableDataModule):
     def __init__(
         self,
         path: str = "SynthLabsAI/Big-Math-RL-Verified",
-        min_solve_rate: float | None = None,
-        max_solve_rate: float | None = None,
         levels: Sequence[int] | None = None,
-        sources: Sequence[str] | None = None,
-        val_path: str | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(
@@ -268,65 +214,38 @@ class BigMathDataModule(TableDataModule):
             answer="answer",
             **settings,
         )
-        filters = {
-            "min_solve_rate": min_solve_rate,
-            "max_solve_rate": max_solve_rate,
-            "levels": levels,
-            "sources": sources,
-        }
-        self.filters: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
-        self.val_path = None if val_path is None else table_source(val_path, "data.val_path")
+        self.levels = levels
 
     def rows_of(self, split: str) -> list[Row]:
-        return _as_written(super().rows_of(split))
-
-    def val_rows(self) -> Sequence[Row] | None:
-        if self.val_path is None:
-            return None
-        val_files = _files(self.val_path, "test", "data.val_path")
-        if val_files & _files(self.path, "train", "data.path"):
-            raise UserError(
-                f"val_path must be another table than is trained on; got val_path={self.val_path} and "
-                f"path={self.path}; name another, or set it to null to hold prompts out."
-            )
-        table = TableConfig(self.val_path, "test", question="problem", answer="answer")
-        return _as_written(table.rows("validation", key="data.val_path"))
+        """The rows with the column of the answer as their reference."""
+        return [replace(row, reference=str(row.columns["answer"])) for row in super().rows_of(split)]
 
     def select(self, table: Sequence[Mapping[str, Any]]) -> Iterable[int]:
-        """Indices of the rows that pass the filters and have an answer: without one no completion is correct."""
+        """Indices of the rows of the levels that have an answer: without one no completion is correct."""
         passing = list(range(len(table)))
-        for name, value in self.filters.items():
-            columns, keeps = _FILTERS[name]
-            if not any(row.get(column) is not None for row in table for column in columns):
+        if self.levels is not None:
+            if not any(row.get(column) is not None for row in table for column in ("level", _RATE)):
                 raise UserError(
-                    f"{name} filters by the column {' or '.join(columns)}; {self.path} has {', '.join(table[0])}; "
-                    "unset the filter."
+                    f"levels are read from the column level or {_RATE}; {self.path} has {', '.join(table[0])}; "
+                    "set data.levels to null."
                 )
-            passing = [index for index in passing if keeps(table[index], value)]
-        if not passing:
+            passing = [index for index in passing if level_of(table[index]) in self.levels]
+            if not passing:
+                raise UserError(
+                    f"data.levels must leave rows; none of {len(table)} of {self.path} is of {self.levels}; name others"
+                )
+            log.info("%d of %d rows of %s are of levels %s", len(passing), len(table), self.path, self.levels)
+        answered = [index for index in passing if str(table[index]["answer"]).strip()]
+        if not answered:
             raise UserError(
-                f"the filters must leave rows; none of {len(table)} of {self.path} passes {self.filters}; widen them."
-            )
-        log.info("%d of %d rows of %s pass %s", len(passing), len(table), self.path, self.filters or "(no filter)")
-        empty = [index for index in passing if not str(table[index]["answer"]).strip()]
-        if len(empty) == len(passing):
-            raise UserError(
-                f"an answer must not be empty; none of {len(empty)} rows of {self.path} has one; correct it, or "
+                f"an answer must not be empty; none of {len(passing)} rows of {self.path} has one; correct it, or "
                 "data.path."
             )
-        if empty:
+        if len(answered) < len(passing):
             log.warning(
-                f"{len(empty)} of {len(passing)} rows of {self.path} have an empty answer, row {empty[0] + 1} the "
-                "first: they are left out"
+                "%d of %d rows of %s have an empty answer: they are left out",
+                len(passing) - len(answered),
+                len(passing),
+                self.path,
             )
-        return sorted({*passing} - {*empty})
-
-
-def _files(path: Any, split: str, key: str) -> set[Path]:
-    """Local files of a split; none for rows. Arguments as of `split_files`."""
-    return {file.resolve() for file in split_files(path, split, key)} if isinstance(path, str) else set()
-
-
-def _as_written(rows: Sequence[Row]) -> list[Row]:
-    """The rows with the column of the answer as their reference."""
-    return [replace(row, reference=str(row.columns["answer"])) for row in rows]
+        return answered

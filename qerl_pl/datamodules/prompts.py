@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import Chat, TemplateFrame, cached_prompts
+from qerl_pl.chat.template import Chat, TemplateFrame, render_prompts
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import Row, TableConfig, answers_by_prompt, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
@@ -59,12 +59,6 @@ class PromptDataModule(ResumableDataModule):
         require_type(Mapping, {"data.sets": sets or {}}, "name each table: {'hard': TableConfig(...)}")
         tables = {f"data.sets.{name}": table for name, table in (sets or {}).items()}
         require_type(TableConfig, tables, "write TableConfig(path=...)")
-        for name, table in tables.items():
-            if table.weight != 1:
-                raise UserError(
-                    "a weight is of tables to train on, each row of data.sets is evaluated once; got "
-                    f"{name}.weight {table.weight:g}; leave it out"
-                )
         self._tables = sets
         self._val: dict[str, list[Prompt]] = {}
         self._test: dict[str, list[Prompt]] = {}
@@ -103,19 +97,6 @@ class PromptDataModule(ResumableDataModule):
         """How many of the training rows to validate on where there is no validation set: `val_size`."""
         return self.val_size
 
-    def weighted(self, prompts: list[Prompt]) -> list[Prompt]:
-        """An epoch's training prompts; a subclass may repeat prompts under other ids, or leave some out."""
-        return prompts
-
-    def weighted_count(self, rows: Sequence[Row], held_out: int) -> int:
-        """Most prompts that `weighted` gives, to check sizes before rows are rendered; overridden with it.
-
-        Args:
-            rows: All rows to train on, of which some may yet prove too long.
-            held_out: How many of them validation takes.
-        """
-        return len(rows) - held_out
-
     def _prepare(self, stage: str) -> None:
         """Read, render and split the rows, once per stage."""
         if "_train" not in vars(self):
@@ -131,7 +112,7 @@ class PromptDataModule(ResumableDataModule):
         test_sets = self._held_out(self.test_sets, self.test_rows) if reads_test else None
         # Before a tokenizer or model is loaded; some rows may be longer than `max_prompt_tokens`.
         val_count = self.val_count(len(rows)) if rows and held_out is None else 0
-        self._check_settings(stage, len(rows) or None, val_count, self.weighted_count(rows, val_count))
+        self._check_settings(stage, len(rows) or None, val_count)
         tokenizer = load_tokenizer(self.trainer, self.tokenizer)
         if self.trainer is not None:
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -143,9 +124,8 @@ class PromptDataModule(ResumableDataModule):
         if reads_train:
             prompts = self._render(tokenizer, rows, "training and validation" if val_count else "training")
             val_count = self.val_count(len(prompts)) if held_out is None else 0
-            drawn, others = self._drawn(prompts, val_count)
-            train = self.weighted(others)
-            self._check_sizes(len(prompts), val_count, len(train))
+            drawn, train = self._drawn(prompts, val_count)
+            self._check_sizes(len(prompts), val_count)
             self._val = self._val if held_out is not None else {"": drawn}
             self._set_train(train)
             self._warn_of_repeats(self._val, "validation")
@@ -255,7 +235,7 @@ class PromptDataModule(ResumableDataModule):
         if self.instruction:
             asked = f"\n{self.instruction}"
             chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
-        token_ids = cached_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
+        token_ids = render_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
         prompts = []
         for index in self._short([len(ids) for ids in token_ids], "max_prompt_tokens", use):
             row, ids = rows[index], tuple(token_ids[index])

@@ -1,15 +1,12 @@
 """Files of tables: those of a folder's split, and the rows of a file."""
 
-import codecs
 import csv
 import glob
-import gzip
 import io
 import json
 import logging
 import sys
 import tempfile
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,9 @@ from qerl_pl.errors import UserError
 
 log = logging.getLogger("qerl_pl")
 
-_TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
-SUFFIXES = (*_TEXT_SUFFIXES[:2], ".parquet", *_TEXT_SUFFIXES[2:], *(f"{suffix}.gz" for suffix in _TEXT_SUFFIXES))
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 """Names of files that are read end in one of these."""
 _LFS_POINTER = b"version https://git-lfs"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def is_one_table(path: str) -> bool:
@@ -82,44 +77,35 @@ def _files_of_hub_folder(folder: Path, split: str, key: str, subset: str | None)
 
 
 def read_file(file: Path) -> Sequence[Any]:
-    """Rows of a JSONL, JSON, CSV, TSV or parquet file; all but parquet may be compressed by gzip.
+    """Rows of a JSONL, JSON, CSV or parquet file.
 
     Raises:
         UserError: The file is none of these, or malformed; names the line if possible.
     """
     if not file.name.endswith(SUFFIXES):
         raise UserError(f"a data file ends in {', '.join(SUFFIXES)}; got {file}; convert it to JSONL.")
-    kind = Path(file.name.removesuffix(".gz")).suffix
     data = file.read_bytes()
     if data.startswith(_LFS_POINTER):
         raise UserError(f"data is needed itself; {file} is a git-lfs pointer to it; run `git lfs pull` in its folder")
-    if kind == ".parquet":
+    if file.suffix == ".parquet":
         return _read_parquet(data, file)
     try:
-        data = gzip.decompress(data) if file.suffix == ".gz" else data
-        data = data.decode("utf-16").encode() if data.startswith(_UTF16_MARKS) else data.removeprefix(codecs.BOM_UTF8)
-        if kind in (".csv", ".tsv"):
-            return _read_csv(data, "\t" if kind == ".tsv" else None, file)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"cannot read {file} as gzip: {first_line(error)}; check the file.") from error
-    except UnicodeError as error:
-        raise UserError(f"text is UTF-8 or UTF-16; {file}: {first_line(error)}; convert the file.") from error
-    if kind == ".json" and data.lstrip().startswith(b"["):
-        return list(_parsed(data, "a .json file is JSON", str(file)))
-    return _read_json_lines(data, file)
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"text is UTF-8; {file} is not ({first_line(error)}); convert the file.") from error
+    if file.suffix == ".csv":
+        return _read_csv(text, file)
+    if file.suffix == ".json" and text.lstrip().startswith("["):
+        return list(_parsed(text, "a .json file is JSON", str(file)))
+    return _read_json_lines(text, file)
 
 
-def _read_csv(data: bytes, delimiter: str | None, file: Path) -> Sequence[Mapping[str, Any]]:
-    """Rows of a UTF-8 text whose first line names the columns; every value is text.
-
-    Without a delimiter it is the comma, or what a first line without commas has in its place.
-    """
+def _read_csv(text: str, file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a text whose first line names the columns, between commas or semicolons; every value is text."""
     csv.field_size_limit(sys.maxsize)  # of a cell; by default 131,072 characters
-    lines = io.TextIOWrapper(io.BytesIO(data), "utf-8", newline="")
-    first = lines.readline()
-    lines.seek(0)
-    delimiter = delimiter or next((mark for mark in ",;\t" if mark in first), ",")
-    reader = csv.DictReader(lines, strict=True, delimiter=delimiter)
+    first = text.partition("\n")[0]
+    delimiter = ";" if ";" in first and "," not in first else ","
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     rows = []
     try:
         for row in reader:
@@ -129,7 +115,7 @@ def _read_csv(data: bytes, delimiter: str | None, file: Path) -> Sequence[Mappin
                     f"line {reader.line_num} has {'more' if None in row else 'fewer'}; quote values with commas"
                 )
             rows.append(row)
-    except (csv.Error, UnicodeDecodeError) as error:
+    except csv.Error as error:
         raise UserError(
             f"a .csv file is comma-separated UTF-8; {file}, line {reader.line_num + 1}: {first_line(error)}; "
             "correct the line."
@@ -149,10 +135,10 @@ def _read_parquet(data: bytes, file: Path) -> Sequence[Mapping[str, Any]]:
         raise UserError(f"cannot read {file} as parquet: {first_line(error)}; check the file.") from error
 
 
-def _read_json_lines(data: bytes, file: Path) -> Sequence[Mapping[str, Any]]:
-    """Rows of a UTF-8 text with their own types: `datasets` would infer types of columns, and turn text into dates."""
+def _read_json_lines(text: str, file: Path) -> Sequence[Mapping[str, Any]]:
+    """Rows of a text with their own types: `datasets` would infer types of columns, and turn text into dates."""
     rows = []
-    for number, line in enumerate(io.BytesIO(data), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         row = _parsed(line, "each line must be a JSON object", f"{file}, line {number}")
@@ -165,11 +151,11 @@ def _read_json_lines(data: bytes, file: Path) -> Sequence[Mapping[str, Any]]:
     return rows
 
 
-def _parsed(text: bytes, rule: str, place: str) -> Any:
+def _parsed(text: str, rule: str, place: str) -> Any:
     """The value of a JSON text, whose escaped surrogates come in pairs, as tokenizers and loggers need them."""
     try:
         value = json.loads(text)
-        if b"\\ud" in text.lower():
+        if "\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(

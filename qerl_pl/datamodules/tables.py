@@ -3,7 +3,6 @@
 import ast
 import json
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -144,7 +143,6 @@ class TableConfig:
         answer: Column of the answer; the text after its last ####, if it has one, is the reference. null takes answer
             or solution, or else an assistant's message that ends the conversation; without any there is no reference.
         limit: Number of rows, from the first; null takes all.
-        weight: How often each row occurs in an epoch of training; 0.5 takes every second row, drawn by the seed.
     """
 
     path: str | list[dict[str, Any]]
@@ -153,13 +151,10 @@ class TableConfig:
     question: str | None = None
     answer: str | None = None
     limit: int | None = None
-    weight: float = 1.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", table_source(self.path))
         require_at_least(1, {"a set's limit": self.limit})
-        if not 0 < self.weight < math.inf:
-            raise UserError(f"a set's weight must be above 0; got {self.weight}; leave the set out instead")
 
     def rows(
         self,

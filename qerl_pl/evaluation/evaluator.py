@@ -3,9 +3,8 @@
 import hashlib
 import json
 import os
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.metrics import prompt_metrics
 from qerl_pl.rewards import AnswerReward, extract_answers, normalize_answers
 from qerl_pl.rollout.collector import require_finite_logprobs, sample_completions
@@ -131,7 +130,7 @@ class EvaluatorConfig:
     """Settings of an evaluation.
 
     Raises:
-        UserError: A size is below 1, or a name cannot be part of a metric's.
+        UserError: A size is below 1.
     """
 
     scorer: Scorer
@@ -141,30 +140,15 @@ class EvaluatorConfig:
     """Samples a prompt, beside the greedy one."""
     batch: int | None = None
     """Most completions of a call of the engine; None for all of a batch of prompts."""
-    extra: Mapping[str, SamplingConfig] = field(default_factory=dict)
-    """Sampling parameters of as many further samples, by name."""
 
     def __post_init__(self) -> None:
         require_at_least(1, {"evaluation.samples": self.samples, "evaluation.batch": self.batch})
-        for name in self.extra:
-            if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-                raise UserError(
-                    "evaluation.extra_sampling needs names of letters, digits, '_', '.' and '-'; got "
-                    f"{name!r}; rename it"
-                )
-            if re.search(r"(^|_)(reward|length_mean)(_|$)", name):
-                raise UserError(
-                    "evaluation.extra_sampling needs names without 'reward' and 'length_mean', which name metrics; got "
-                    f"{name!r}; rename it"
-                )
 
     def metric_names(self) -> list[str]:
         """Names of an evaluation's metrics, of `prompt_metrics`, where every reward applies to a sample."""
         names = [*(reward.name for reward in self.scorer.rewards), "total"]
         answer = GradedAnswer(False, None, rewards=dict.fromkeys(names, 0.0))
-        answers = [answer] * self.samples
-        prompt = EvaluatedPrompt("", answer, answers, dict.fromkeys(self.extra, answers))
-        return [*prompt_metrics([prompt], self.tells_answers)]
+        return [*prompt_metrics([EvaluatedPrompt("", answer, [answer] * self.samples)], self.tells_answers)]
 
     @property
     def tells_answers(self) -> bool:
@@ -199,12 +183,11 @@ class Evaluator:
 
     def __post_init__(self) -> None:
         self._cache: SampleCache | None = None
-        self._extra_caches: Mapping[str, SampleCache] = {}
         self._version = 0
 
-    def use_cache(self, cache: SampleCache | None, extra: Mapping[str, SampleCache] | None = None) -> None:
+    def use_cache(self, cache: SampleCache | None) -> None:
         """Take samples from a cache, and add new ones to it; None stops that."""
-        self._cache, self._extra_caches = cache, extra or {}
+        self._cache = cache
 
     def evaluate(self, prompts: Sequence[Prompt], weights: PolicyWeights, name: str = "") -> Evaluation:
         """Sample greedily and randomly, and grade.
@@ -224,33 +207,17 @@ class Evaluator:
         return Evaluation(evaluated, name, self.config.tells_answers)
 
     def _evaluate(self, prompts: Sequence[Prompt], name: str) -> list[EvaluatedPrompt]:
-        config, samples, indices = self.config, range(self.config.samples), range(len(prompts))
-        jobs = [(index, sample) for index in indices for sample in (GREEDY, *samples)]
-        answers = self._answers(prompts, jobs, config.sampling, self._cache, name)
-        jobs = [(index, sample) for index in indices for sample in samples]
-        extra = {
-            key: self._answers(prompts, jobs, sampling, self._extra_caches.get(key), name)
-            for key, sampling in config.extra.items()
-        }
+        samples = range(self.config.samples)
+        jobs = [(index, sample) for index in range(len(prompts)) for sample in (GREEDY, *samples)]
+        answers = self._answers(prompts, jobs, name)
         return [
-            EvaluatedPrompt(
-                prompt.id,
-                answers[index, GREEDY],
-                [answers[index, sample] for sample in samples],
-                {key: [graded[index, sample] for sample in samples] for key, graded in extra.items()},
-            )
+            EvaluatedPrompt(prompt.id, answers[index, GREEDY], [answers[index, sample] for sample in samples])
             for index, prompt in enumerate(prompts)
         ]
 
-    def _answers(
-        self,
-        prompts: Sequence[Prompt],
-        jobs: Sequence[Job],
-        sampling: SamplingConfig,
-        cache: SampleCache | None,
-        name: str,
-    ) -> dict[Job, GradedAnswer]:
+    def _answers(self, prompts: Sequence[Prompt], jobs: Sequence[Job], name: str) -> dict[Job, GradedAnswer]:
         """Graded answers from the cache or the engine."""
+        sampling, cache = self.config.sampling, self._cache
         answers: dict[Job, GradedAnswer] = {}
         if cache is not None:
             found = {(index, sample): cache.get(name, prompts[index], sample) for index, sample in jobs}

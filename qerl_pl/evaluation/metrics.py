@@ -70,48 +70,32 @@ def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = Tru
     Returns:
         "accuracy" of the greedy answers; of the samples pass@k, maj@k for k above 1, "reward_mean" of the weighted sum
         and, of several rewards, "reward_<name>" of each before its weight, "length_mean" in tokens, "truncated_frac",
-        and "unanswered_frac", the share without an answer; the same of the samples of each extra sampling, after its
-        name and "_".
+        and "unanswered_frac", the share without an answer.
     """
-    metrics = {"accuracy": _column([prompt.greedy.correct for prompt in prompts])}
-    metrics |= _sample_metrics([(prompt.prompt_id, prompt.samples) for prompt in prompts], tells_answers)
-    for name in prompts[0].extra if prompts else ():
-        extra = _sample_metrics([(prompt.prompt_id, prompt.extra[name]) for prompt in prompts], tells_answers)
-        metrics |= {extra_metric(name, metric): values for metric, values in extra.items()}
-    return metrics
-
-
-def extra_metric(name: str, metric: str) -> str:
-    """Name of a metric of the samples of an extra sampling, such as card_pass@8."""
-    return f"{name}_{metric}"
-
-
-def _column(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _sample_metrics(answers: Sequence[tuple[str, Sequence[GradedAnswer]]], tells_answers: bool) -> dict[str, Tensor]:
-    """Metrics of the samples of each prompt, of which `answers` has id and samples, float64 [P]."""
 
     def mean(name: str) -> Tensor:
-        return _column([sum(getattr(one, name) for one in samples) / len(samples) for _, samples in answers])
+        return _column([sum(getattr(one, name) for one in prompt.samples) / len(prompt.samples) for prompt in prompts])
 
-    metrics: dict[str, Tensor] = {}
-    ks = sizes(len(answers[0][1]) if answers else 1)
-    counts = [(len(samples), sum(sample.correct for sample in samples)) for _, samples in answers]
+    metrics = {"accuracy": _column([prompt.greedy.correct for prompt in prompts])}
+    ks = sizes(len(prompts[0].samples) if prompts else 1)
+    counts = [(len(prompt.samples), sum(sample.correct for sample in prompt.samples)) for prompt in prompts]
     for k in ks:
         metrics[f"pass@{k}"] = _column([pass_at_k(samples, correct, k) for samples, correct in counts])
     for k in ks[1:] if tells_answers else ():
         metrics[f"maj@{k}"] = _column(
-            [majority_at_k(samples, k, stream_seed("majority", prompt, k)) for prompt, samples in answers]
+            [majority_at_k(one.samples, k, stream_seed("majority", one.prompt_id, k)) for one in prompts]
         )
-    metrics |= _reward_means([samples for _, samples in answers])
+    metrics |= _reward_means([prompt.samples for prompt in prompts])
     metrics |= {"length_mean": mean("tokens"), "truncated_frac": mean("truncated")}
     if tells_answers:
         metrics["unanswered_frac"] = _column(
-            [sum(sample.answer is None for sample in samples) / len(samples) for _, samples in answers]
+            [sum(sample.answer is None for sample in one.samples) / len(one.samples) for one in prompts]
         )
     return metrics
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def _reward_means(groups: Sequence[Sequence[GradedAnswer]]) -> dict[str, Tensor]:

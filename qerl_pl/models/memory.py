@@ -1,7 +1,6 @@
 """Measures memory: of tensors, files and optimizers, and what a device has free; memory_plan.py estimates it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -80,88 +79,40 @@ def check_length(length: int, needed: int, kv_gib: float | None, least_bytes: Ca
         )
 
 
-# Weights, gradients, optimizer states ---------------------------------------------------------------------------------
+# Optimizer states -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """Memory of an optimizer, in bytes per trained weight."""
+def optimizer_bytes(make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device) -> float:
+    """Memory of an optimizer's states per weight, measured by steps over small matrices.
 
-    state: float
-    """Held from the first step on."""
-    step: float
-    """In addition during a step: on a GPU `torch.optim.AdamW` takes the roots of all second moments at once."""
-
-
-@dataclass(frozen=True)
-class TeacherBytes:
-    """Memory of a teacher's weights on the policy's device, in bytes."""
-
-    held: float = 0
-    """During the run."""
-    computing: float = 0
-    """In addition while the teacher computes: before an update, while there are no gradients and the engine sleeps."""
-
-
-def training_bytes(
-    weights: int, optimizer: OptimizerBytes | None, reference: torch.dtype | None, teacher: float = 0
-) -> dict[str, float]:
-    """Bytes that full fine-tuning holds between two steps, by purpose.
-
-    Args:
-        weights: Number of weights.
-        optimizer: None where nothing trains.
-        reference: Data type of the reference policy; None without one.
-        teacher: Bytes of a teacher's weights.
-    """
-    sizes = {
-        "weights": MASTER,
-        "gradients": 0 if optimizer is None else GRADIENT,
-        "optimizer": 0 if optimizer is None else optimizer.state,
-        "reference policy": 0 if reference is None else reference.itemsize,
-    }
-    held = {name: size * weights for name, size in sizes.items()} | {"teacher": teacher}
-    return {name: size for name, size in held.items() if size}
-
-
-def optimizer_bytes(make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device) -> OptimizerBytes:
-    """Memory of an optimizer per weight, measured by steps over small matrices.
-
-    Differences of two measurements leave out counters and tables, and what is needed for one matrix after the other.
+    The difference of two measurements leaves out counters and tables.
 
     Args:
         make: Builds the optimizer.
-        device: Where. On a CPU a step's additional memory is not measured: the step goes matrix by matrix.
+        device: Where.
     """
-    (small, first), (large, _), (_, both) = (_measured(make, device, rows) for rows in ([1], [2], [1, 1]))
-    return OptimizerBytes((large - small) / SAMPLE**2, (both - first) / SAMPLE**2)
+    return (_state_bytes(make, device, 2) - _state_bytes(make, device, 1)) / SAMPLE**2
 
 
 def pending_state_bytes(
     optimizer: Optimizer, make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device
 ) -> float:
     """Bytes per weight that an optimizer, built by `make`, has still to allocate; 0 with a checkpoint's state."""
-    return 0.0 if optimizer.state else optimizer_bytes(make, device).state
+    return 0.0 if optimizer.state else optimizer_bytes(make, device)
 
 
-def _measured(
-    make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device, heights: list[int]
-) -> tuple[int, int]:
-    """Bytes held after a step, and the additional bytes of a second one, for matrices [height * SAMPLE, SAMPLE]."""
-    weights = [nn.Parameter(torch.zeros(height * SAMPLE, SAMPLE, device=device)) for height in heights]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
-    optimizer, before = make(weights), _requested_bytes(device, "current")
+def _state_bytes(make: Callable[[Iterable[nn.Parameter]], Optimizer], device: torch.device, height: int) -> int:
+    """Bytes held after a step over a matrix [height * SAMPLE, SAMPLE]."""
+    weight = nn.Parameter(torch.zeros(height * SAMPLE, SAMPLE, device=device))
+    weight.grad = torch.zeros_like(weight)
+    optimizer, before = make([weight]), _requested_bytes(device)
     optimizer.step()
-    if device.type != "cuda":
-        states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-        return sum(value.nbytes for value in states), 0
-    held = _requested_bytes(device, "current")
-    torch.cuda.reset_peak_memory_stats(device)
-    optimizer.step()
-    return held - before, _requested_bytes(device, "peak") - held
+    if device.type == "cuda":
+        return _requested_bytes(device) - before
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    return sum(value.nbytes for value in states)
 
 
-def _requested_bytes(device: torch.device, when: str) -> int:
+def _requested_bytes(device: torch.device) -> int:
     """Of PyTorch's tensors on a GPU, without the allocator's rounding."""
-    return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"]) if device.type == "cuda" else 0
+    return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"]) if device.type == "cuda" else 0

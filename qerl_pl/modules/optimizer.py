@@ -1,7 +1,6 @@
 """The optimizer and the learning-rate schedule of a training."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -93,27 +92,3 @@ def build_schedule(schedule: Schedule, optimizer: Optimizer, warmup: int, steps:
             f"{message:.90}; use cosine or linear, or a class or function that makes one (my_schedules.py:wsd)"
         ) from error
     return built
-
-
-def check_schedule(schedule: Callable[[Optimizer], Any], optimizer: Optimizer, steps: int) -> None:
-    """Take all steps of a schedule on an optimizer that trains nothing, as it may refuse to go on at the run's end.
-
-    Raises:
-        UserError: It refuses a step, or sets a learning rate that is none.
-    """
-    built = build_schedule(schedule, optimizer, 0, steps)
-    with warnings.catch_warnings(action="ignore"):  # that the optimizer has not stepped
-        for step in range(1, steps + 1):
-            try:
-                built.step()
-            except (TypeError, ValueError) as error:
-                message = " ".join(str(error).split())
-                raise UserError(
-                    f"lr_scheduler must last for the run's {steps} optimizer steps; at step {step} {schedule!r:.60} "
-                    f"says: {message:.120}; correct its settings"
-                ) from error
-            if not all((rate := group["lr"]) >= 0 for group in optimizer.param_groups):
-                raise UserError(
-                    f"a learning rate is at least 0; lr_scheduler {schedule!r:.60} sets {rate} at step {step} of "
-                    f"{steps}; correct its settings"
-                )

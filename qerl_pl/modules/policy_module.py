@@ -1,42 +1,29 @@
 """What every training of the policy shares: optimizer, learning-rate schedule, checkpoints, the run's result."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from qerl_kernels import select_backend_of
-from torch import nn
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least, require_type
-from qerl_pl.models.folder import TensorFiles
-from qerl_pl.models.memory import (
-    GIB,
-    TeacherBytes,
-    free_bytes,
-    free_cpu_bytes,
-    optimizer_bytes,
-    pending_state_bytes,
-    training_bytes,
-)
+from qerl_pl.errors import UserError, require_at_least, require_type, take_sigusr1
+from qerl_pl.models.memory import pending_state_bytes
 from qerl_pl.modules.optimizer import (
     WARMUP_RATIO,
     build_optimizer,
     build_schedule,
-    check_schedule,
     default_optimizer,
     load_schedule,
     trial_weight,
@@ -54,7 +41,6 @@ from qerl_pl.runtime.checks import (
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_directory, folder_fingerprint
 from qerl_pl.runtime.random_state import deterministic, random_state, set_random_state
-from qerl_pl.runtime.slurm import take_sigusr1
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
@@ -62,58 +48,6 @@ log = logging.getLogger(__name__)
 
 RATES = ("initial_lr", "weight_decay")
 """Optimizer settings that a resumed run takes from its configuration, not from the checkpoint."""
-
-NO_TEACHER = TeacherBytes()
-
-
-def require_memory(
-    folder: Path,
-    config: PolicyConfig,
-    make: Callable[[Iterable[nn.Parameter]], Optimizer] | None,
-    device: torch.device,
-    with_reference: bool,
-    cache_gib: float,
-    teacher: TeacherBytes = NO_TEACHER,
-) -> None:
-    """Before loading, log the memory of full fine-tuning beside the engine, and reject what cannot fit.
-
-    Args:
-        folder: Of the model.
-        config: Of the policy; an adapter is not checked.
-        make: Builds the optimizer; None where nothing trains.
-        device: Of policy and engine.
-        with_reference: Whether a reference policy is loaded.
-        cache_gib: KV cache that the engine releases during an update; gradients exist only then.
-        teacher: Of on-policy distillation.
-
-    Raises:
-        UserError: It does not fit, even without activations.
-    """
-    if config.finetune == "lora":
-        return
-    weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
-    optimizer = None if make is None else optimizer_bytes(make, device)
-    sizes = training_bytes(weights, optimizer, config.torch_dtype if with_reference else None, teacher.held)
-    step = 0 if optimizer is None else optimizer.step * weights
-    held, gradients = sum(sizes.values()), sizes.get("gradients", 0)
-    table = ", ".join(f"{name} {size / GIB:.3g}" for name, size in sizes.items())
-    if step:
-        table += f", and while the optimizer steps {step / GIB:.3g}"
-    if teacher.computing:
-        table += f", and while the teacher computes {teacher.computing / GIB:.3g}"
-    on_gpu = free_bytes(device)
-    free = free_cpu_bytes() if on_gpu is None else on_gpu
-    free_in_update = free + cache_gib * GIB
-    log.info("full fine-tuning holds %.3g GiB: %s; %s has %.3g free", held / GIB, table, device, free_in_update / GIB)
-    before_update = held - gradients + teacher.computing
-    if held - gradients > free or max(held + step, before_update) > free_in_update:
-        offload = "set model.teacher.offload to true, " if teacher.held and device.type != "cpu" else ""
-        raise UserError(
-            f"full fine-tuning of {weights / 1e9:.3g} billion weights needs {held / GIB:.3g} GiB ({table}); {device} "
-            f"has {free_in_update / GIB:.3g} free in an update and {free / GIB:.3g} beside the engine's cache; "
-            f"{offload}use an optimizer with states in 8 bits such as bitsandbytes.optim.AdamW8bit, or set "
-            "model.policy.finetune to lora"
-        )
 
 
 class PolicyModule(LightningModule, ChecksFirst):
@@ -169,7 +103,6 @@ class PolicyModule(LightningModule, ChecksFirst):
         """Training batches so far."""
         self.shared_weights: SharedWeights | None = None
         """An engine's weights that the policy shares."""
-        self._releasable_gib = 0.0
         self._random_state: dict[str, Any] | None = None
         self._optimizer: str | None = None
         self._rates: list[dict[str, float]] = []
@@ -196,10 +129,6 @@ class PolicyModule(LightningModule, ChecksFirst):
     def needs_reference(self) -> bool:
         """Whether the loss needs a reference policy."""
         return False
-
-    def teacher_memory(self, device: torch.device) -> TeacherBytes:
-        """Memory that a teacher takes on the policy's device."""
-        return TeacherBytes()
 
     # The policy ----------------------------------------------------------------------------------------------------
 
@@ -261,12 +190,10 @@ class PolicyModule(LightningModule, ChecksFirst):
         if "policy" not in self._modules:
             device = self.trainer.strategy.root_device
             select_backend_of(device)
-            base, config, reference = self.base_folder, self.policy_config, self.needs_reference
-            make = self.make_optimizer if self.trainer.state.fn == TrainerFn.FITTING else None
-            teacher = self.teacher_memory(device)
-            require_memory(base, config, make, device, reference, self._releasable_gib, teacher)
             seed = stream_seed(self.seed, "adapter")
-            self.policy = Policy(base, config, device, seed, self.shared_weights, reference)
+            self.policy = Policy(
+                self.base_folder, self.policy_config, device, seed, self.shared_weights, self.needs_reference
+            )
 
     # The optimizer -------------------------------------------------------------------------------------------------
 
@@ -287,8 +214,6 @@ class PolicyModule(LightningModule, ChecksFirst):
         if self._optimizer not in (None, name):  # it may fail to load another optimizer's state
             raise UserError(f"a resumed run keeps its optimizer; got {name} for {self._optimizer}; set that again")
         steps = self.planned_batches() * self.steps_per_batch
-        if not isinstance(self.lr_scheduler, str):
-            check_schedule(self.lr_scheduler, build_optimizer(self.make_optimizer, [trial_weight()]), steps)
         schedule = build_schedule(self.lr_scheduler, optimizer, round(self.warmup_ratio * steps), steps)
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}

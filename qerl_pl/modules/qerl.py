@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -16,10 +15,8 @@ from torchmetrics import MeanMetric
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
-from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import require_at_least, require_type
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
-from qerl_pl.models.memory import TeacherBytes
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
 from qerl_pl.policy.policy import PolicyConfig
@@ -120,13 +117,6 @@ class QeRLModule(PolicyModule):
     def _learns_from_teacher(self) -> bool:
         return self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher
 
-    def teacher_memory(self, device: torch.device) -> TeacherBytes:
-        """Memory that the teacher takes on the policy's device."""
-        if not self._learns_from_teacher:
-            return super().teacher_memory(device)
-        keeps_head = self.objective.needs_teacher_kl
-        return self.teacher_config.memory(self.teacher_folder, self.policy_config.torch_dtype, device, keeps_head)
-
     @cached_property
     def teacher_folder(self) -> Path:
         """Local folder of the teacher."""
@@ -136,16 +126,6 @@ class QeRLModule(PolicyModule):
     def teacher_identity(self) -> str | None:
         """Digest of the teacher, saved in checkpoints; None where the objective has none."""
         return folder_fingerprint(self.teacher_folder) if self.objective.needs_teacher else None
-
-    def use_engine_weights(self, shared: SharedWeights | None, releasable_gib: float) -> None:
-        """Have the policy, which `configure_model` loads, share weights with the engine.
-
-        Args:
-            shared: The engine's weights; None loads a copy.
-            releasable_gib: Memory that the engine releases during an update.
-        """
-        self.shared_weights = shared
-        self._releasable_gib = releasable_gib
 
     # The update ----------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import local_folder
 from qerl_pl.models.families import check_family, logit_cap
-from qerl_pl.models.folder import TensorFiles, load_config, load_tokenizer, read_config
-from qerl_pl.models.memory import GIB, TeacherBytes, files_gib
+from qerl_pl.models.folder import load_config, load_tokenizer, read_config
 from qerl_pl.policy.loading import load_base
 from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.policy.policy import DTYPES, PolicyConfig, predicting_states
@@ -54,27 +53,6 @@ class TeacherConfig:
     def torch_dtype(self, policy: torch.dtype) -> torch.dtype:
         """Data type of the teacher of a policy of this data type."""
         return DTYPES[self.dtype] if self.dtype else policy
-
-    def memory(self, folder: Path, dtype: torch.dtype, device: torch.device, keeps_head: bool = False) -> TeacherBytes:
-        """Memory of the teacher's weights on a device; those of a quantized model count by the size of its files.
-
-        Args:
-            folder: Of the teacher.
-            dtype: Of the policy.
-            device: On which policy and teacher compute.
-            keeps_head: Whether the output layer stays on the device during the update, for `TeacherStates`.
-        """
-        if format_of(folder) is DENSE:
-            weights = sum(torch.Size(shape).numel() for shape in TensorFiles(folder).shapes().values())
-            size: float = weights * self.torch_dtype(dtype).itemsize
-        else:
-            size = files_gib(folder) * GIB
-        stays = not self.offload or device.type == "cpu"
-        if stays:
-            return TeacherBytes(held=size)
-        config = load_config(folder).get_text_config()
-        head = config.vocab_size * config.hidden_size * self.torch_dtype(dtype).itemsize if keeps_head else 0
-        return TeacherBytes(held=head, computing=size - head)
 
     def check(self, policy: PolicyConfig) -> None:
         """Check that a policy can learn from the teacher; no weight is read.

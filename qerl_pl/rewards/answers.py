@@ -61,8 +61,8 @@ class OverlongPenalty(Reward):
         if max_length is not None:
             self.set_limit(max_length)
 
-    def set_limit(self, max_tokens: int) -> int:
-        """Set the arguments that are null from the sampling limit; returns max_length."""
+    def set_limit(self, max_tokens: int) -> None:
+        """Set the arguments that are null from the sampling limit."""
         given, buffer = self._given
         max_length = max_tokens if given is None else given
         buffer = max(1, max_length // 4) if buffer is None else buffer
@@ -72,7 +72,6 @@ class OverlongPenalty(Reward):
                 "choose a buffer of about a fifth of max_length."
             )
         self.max_length, self.buffer = max_length, buffer
-        return max_length
 
     def __call__(self, samples: Sequence[RewardSample]) -> Sequence[float]:
         assert self.max_length is not None and self.buffer is not None, "set_limit comes first"

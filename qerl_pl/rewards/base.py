@@ -364,53 +364,16 @@ def _shorten(text: str) -> str:
 
 
 def extract_answers(reward: Reward, completions: Sequence[str]) -> list[str | None]:
-    """The answers that a reward extracts from completions; None without an answer, or if it extracts none.
-
-    Raises:
-        UserError: `extract_answer` raises, or returns neither text nor None.
-    """
+    """The answers that a reward extracts from completions; None without an answer, or if it extracts none."""
     if not isinstance(reward, AnswerReward):
         return [None] * len(completions)
-    answers = []
-    for completion in completions:
-        try:
-            answer = reward.extract_answer(completion)
-        except Exception as error:  # a user's code may raise anything
-            raise UserError(
-                f"extract_answer of reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))} on "
-                f"completion {_shorten(completion)!r}; make it return the answer, or None where there is none."
-            ) from error
-        if not isinstance(answer, str | None):
-            raise UserError(
-                f"extract_answer of reward {reward.name!r} must return text or None; got a {type(answer).__name__} on "
-                f"completion {_shorten(completion)!r}; return str(answer)."
-            )
-        answers.append(answer)
-    return answers
+    return [reward.extract_answer(completion) for completion in completions]
 
 
 def normalize_answers(reward: Reward, answers: Sequence[str | None], wrong: Sequence[bool]) -> list[str | None]:
-    """Answers, of which the wrong ones are normalized for majority voting, if the reward does that.
-
-    Raises:
-        UserError: `normalize_answers` raises, or does not return one text for each answer.
-    """
+    """Answers, of which the wrong ones are normalized for majority voting, if the reward does that."""
     texts = list(dict.fromkeys(answer for answer, is_wrong in zip(answers, wrong, strict=True) if answer and is_wrong))
     if not texts or not isinstance(reward, NormalizingReward):
         return list(answers)
-    try:
-        normalized = list(reward.normalize_answers(texts))
-    except UserError:
-        raise
-    except Exception as error:  # a user's code may raise anything
-        raise UserError(
-            f"normalize_answers of reward {reward.name!r} raised {type(error).__name__}: {_shorten(str(error))}; make "
-            "it return a text for each answer."
-        ) from error
-    if len(normalized) != len(texts) or not all(isinstance(text, str) for text in normalized):
-        raise UserError(
-            f"normalize_answers of reward {reward.name!r} must return a text for each answer; got {normalized!r:.80} "
-            f"for {len(texts)}; return them in order."
-        )
-    equal: dict[str | None, str] = dict(zip(texts, normalized, strict=True))
+    equal: dict[str | None, str] = dict(zip(texts, reward.normalize_answers(texts), strict=True))
     return [equal.get(answer, answer) if is_wrong else answer for answer, is_wrong in zip(answers, wrong, strict=True)]

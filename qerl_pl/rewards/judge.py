@@ -8,8 +8,8 @@ import math
 import os
 import re
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import aclosing, closing
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -382,34 +382,20 @@ class _Replies:
     """Replies by key in a SQLite file, complete when a process is killed, for several processes at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        with self._explained():
-            folder.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(folder / "replies.sqlite", timeout=60, isolation_level=None)
-            self._database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._database = sqlite3.connect(folder / "replies.sqlite", timeout=60, isolation_level=None)
+        self._database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
 
     def get(self, key: str) -> str | None:
         """The cached reply; None if there is none."""
-        with self._explained():
-            row = self._database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
+        row = self._database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, key: str, reply: str) -> str:
         """Cache a reply unless another process has cached one; returns the cached reply."""
-        with self._explained():
-            self._database.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
+        self._database.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
         return self.get(key) or ""
 
     def close(self) -> None:
         """Close the file."""
         self._database.close()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, sqlite3.Error) as error:
-            raise UserError(
-                f"a judge caches its replies in a folder; {self._folder} cannot be used ({error}); "
-                "set the reward's cache to another folder"
-            ) from error

@@ -165,7 +165,7 @@ class MathAnswer(Reward):
     start programs or open sockets.
 
     References that are prose or several statements, such as "$C$ is not invertible", are compared as text, ignoring
-    case and spaces; a run logs a warning about them at its start.
+    case and spaces.
 
     Args:
         weight: Factor of this reward in the total.
@@ -216,18 +216,8 @@ class MathAnswer(Reward):
         return values
 
     def check_references(self, references: Mapping[str, str]) -> None:
-        """Refuse empty references, and log a warning about those that can only be compared as text."""
+        """Refuse empty references."""
         refuse_empty_references(self, references)
-        names = [name for name, reference in references.items() if only_text(reference)]
-        if names:
-            log.warning(
-                "MathAnswer compares references that are prose or several statements as text only: %d of %d, such as "
-                "%.200r of %s; rewrite or drop them",
-                len(names),
-                len(references),
-                references[names[0]],
-                names[0],
-            )
 
     def extract_answer(self, completion: str) -> str | None:
         """The normalized answer; None if there is none."""

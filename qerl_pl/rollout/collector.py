@@ -23,9 +23,6 @@ from qerl_pl.types import Completion, Experience, Prompt, RolloutRequest, Sampli
 
 log = logging.getLogger("qerl_pl")
 
-WAIT_WARNING = 0.25
-"""Mean time that ranks wait for the slowest, as a fraction of its rollout, above which the log warns."""
-
 ReplacementPrompts = Callable[[Sequence[int | str], int, Collection[str]], Sequence[Prompt]]
 """Draws prompts to replace dropped groups: (key of the draw, count, ids to exclude) -> up to `count` prompts."""
 
@@ -57,15 +54,8 @@ class CollectorConfig:
         if self.sampling.temperature == 0:
             raise UserError("training samples, so sampling.temperature must be above 0; got 0; 1.0 is usual")
         for reward in self.scorer.rewards:
-            if not isinstance(reward, OverlongPenalty):
-                continue
-            longest = reward.set_limit(self.sampling.max_tokens)
-            if longest > self.sampling.max_tokens:
-                log.warning(
-                    "OverlongPenalty reaches -1 at %d tokens, but completions have at most %d: lower max_length",
-                    longest,
-                    self.sampling.max_tokens,
-                )
+            if isinstance(reward, OverlongPenalty):
+                reward.set_limit(self.sampling.max_tokens)
 
 
 def partition_prompts(prompts: Sequence[str], expected_lengths: Mapping[str, float], size: int) -> list[list[int]]:
@@ -259,37 +249,21 @@ class Collector:
             max_tokens=sampling.max_tokens,
             indices=rows,
             routing=routing,
-            metrics=metrics | self._reduce_seconds(seconds, version),
+            metrics=metrics | self._reduce_seconds(seconds),
             records=tuple(record for group in groups for record in group.records()),
         )
 
-    def _reduce_seconds(self, seconds: Mapping[str, float], version: int) -> dict[str, float]:
+    def _reduce_seconds(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """Each phase's time on its slowest rank, and the mean time that ranks waited."""
         gathered = self.ranks.all_gather(dict(seconds))
         metrics = slowest_seconds(gathered)
         metrics["time/wait_s"] = sum(times["wait"] for times in gathered) / len(gathered)
-        if metrics["time/wait_s"] > WAIT_WARNING * metrics["time/rollout_s"]:
-            log.warning(
-                "rollout %d: ranks waited %.1f s on average for rank %d, which sampled for %.1f s: give each rank "
-                "more prompts, or limit the length of completions",
-                version,
-                metrics["time/wait_s"],
-                max(range(len(gathered)), key=lambda rank: gathered[rank]["rollout"]),
-                metrics["time/rollout_s"],
-            )
         return metrics
 
     def _warn(self, groups: Sequence[Group], training: Sequence[Group], advantages: Tensor, version: int) -> None:
         """Log a warning if nothing trains, and, once for each, about rewards that apply to no completion."""
         if training and not advantages.any() and not self.objective.needs_teacher:
             log.warning("rollout %d has no advantages: each group's rewards are equal or missing", version)
-        if training and self.objective.mask_truncated and all(all(group.truncated) for group in training):
-            log.warning(
-                "rollout %d trains nothing: mask_truncated leaves out completions that reach max_tokens=%d, as all do: "
-                "raise rollout.sampling.max_tokens",
-                version,
-                self.config.sampling.max_tokens,
-            )
         for name in groups[0].rewards.keys() - {EnvironmentReward.name} - self._missing_rewards:
             if all(group.rewards[name].isnan().all() for group in groups):
                 self._missing_rewards.add(name)

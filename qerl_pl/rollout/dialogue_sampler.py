@@ -117,7 +117,6 @@ class DialogueSampler:
         self.continuation = ChatContinuation(tokenizer, ends, template_kwargs, system_prompt)
         self._checked: set[str] = set()
         self._parse: ToolFormat | None = None
-        self._warned = False
         self._failing: set[str] = set()
 
     def sample(
@@ -165,19 +164,7 @@ class DialogueSampler:
         dialogue = Dialogue(shown, opening, self.continuation, parse, limits, lambda turn: stream_seed(*name, turn))
         if too_long:
             dialogue.end_before_first_turn()
-            self._warn_of_long_prompt(prompt, len(ids))
         return dialogue
-
-    def _warn_of_long_prompt(self, prompt: Prompt, tokens: int) -> None:
-        if not self._warned:
-            log.warning(
-                "the prompt of row %s has %d tokens with its tools and observation, more than data.max_prompt_tokens="
-                "%d: such dialogues end before their first turn and count as truncated; raise it to sample them",
-                prompt.id,
-                tokens,
-                self.max_prompt_tokens,
-            )
-        self._warned = True
 
     def _warn_of_failing_tools(self, answers: Mapping[str, Sequence[ToolAnswer]]) -> None:
         """Log a warning, once for each, about tools of which every call raised."""

@@ -10,10 +10,6 @@ import torch
 from qerl_pl.rollout.scoring import Group
 from qerl_pl.runtime.communicator import Communicator
 
-REPEATED_NGRAM = 4
-REPEATED_SHARE = 0.5
-"""A completion repeats itself if more than this share of its n-grams occur earlier in it."""
-
 
 def rollout_metrics(
     groups: Sequence[Group], without_signal: int, logged: Mapping[str, Sequence[float]], ranks: Communicator
@@ -61,7 +57,7 @@ def environment_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def completion_metrics(groups: Sequence[Group], ranks: Communicator) -> dict[str, float]:
-    """Lengths, truncation, entropy and repetition of the completions; means are NaN if no group trains. Collective.
+    """Lengths, truncation and entropy of the completions; means are NaN if no group trains. Collective.
 
     Args:
         groups: All groups; those of other ranks have no completions.
@@ -70,15 +66,13 @@ def completion_metrics(groups: Sequence[Group], ranks: Communicator) -> dict[str
     training = [group for group in groups if group.trains]
     lengths = torch.tensor([float(length) for group in training for length in group.lengths])
     truncated = torch.tensor([ended for group in training for ended in group.truncated], dtype=torch.bool)
-    entropy, repetitive = _entropy_and_repetition(groups, ranks)
     return {
         "completions/groups_dropped_frac": (len(groups) - len(training)) / len(groups),
         "completions/sampled_tokens": sum(length for group in groups for length in group.lengths),
         "completions/length_mean": lengths.mean().item(),
         "completions/length_max": lengths.max().item() if len(lengths) else math.nan,
         "completions/truncated_frac": truncated.float().mean().item(),
-        "completions/sampler_entropy": entropy,
-        "completions/repetitive_frac": repetitive,
+        "completions/sampler_entropy": _sampler_entropy(groups, ranks),
     }
 
 
@@ -89,23 +83,13 @@ def logged_means(logged: Mapping[str, Sequence[float]], ranks: Communicator) -> 
     return {name: math.fsum(one) / len(one) for name, one in values.items()}
 
 
-def _entropy_and_repetition(groups: Sequence[Group], ranks: Communicator) -> tuple[float, float]:
-    """Of the sampled completions of all ranks: -log p, nats a token, and the share that repeats itself.
-
-    The first is an unbiased estimate of the sampler's entropy.
-    """
+def _sampler_entropy(groups: Sequence[Group], ranks: Communicator) -> float:
+    """Mean of -log p of all ranks' sampled tokens, in nats: an unbiased estimate of the sampler's entropy."""
     completions = [completion for group in groups for completion in group.completions]
-    sampled = [completion.sampled_ids for completion in completions]
     nats = -math.fsum(math.fsum(completion.logprobs) for completion in completions)
-    gathered = ranks.all_gather((nats, sum(map(len, sampled)), sum(map(repeats_itself, sampled)), len(sampled)))
-    all_nats, tokens, repetitive, count = (sum(values) for values in zip(*gathered, strict=True))
-    return all_nats / (tokens or math.nan), repetitive / (count or math.nan)
-
-
-def repeats_itself(token_ids: Sequence[int]) -> bool:
-    """Whether more than half of a completion's 4-grams occur earlier in it: seq-rep-4 (arXiv 1908.04319, sec. 6)."""
-    ngrams = list(zip(*(token_ids[start:] for start in range(REPEATED_NGRAM)), strict=False))
-    return len(ngrams) - len(set(ngrams)) > REPEATED_SHARE * len(ngrams)
+    gathered = ranks.all_gather((nats, sum(len(completion.sampled_ids) for completion in completions)))
+    all_nats, tokens = (sum(values) for values in zip(*gathered, strict=True))
+    return all_nats / (tokens or math.nan)
 
 
 @contextmanager

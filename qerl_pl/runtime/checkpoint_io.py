@@ -38,7 +38,7 @@ class AtomicCheckpointIO(CheckpointIO):
         """Write `checkpoint` to `path`, a zip archive of PyTorch with a CRC-32 of each tensor.
 
         Raises:
-            UserError: The disk is full, or a value could not be loaded again; the old file is untouched.
+            DamagedCheckpoint: A value could not be loaded again; the old file is untouched.
         """
         with writing(Path(path)) as file:
             torch.save(checkpoint, file)

@@ -1,13 +1,16 @@
 """Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.communicator import planned_ranks
@@ -97,6 +100,31 @@ def check_devices(trainer: Trainer) -> None:
             "give the Trainer devices=1, or strategy=UnwrappedDDPStrategy() of qerl_pl.runtime.strategy; leave the "
             "key trainer.strategy at auto"
         )
+
+
+def check_world(trainer: Trainer) -> None:
+    """Refuse another number of processes than the trainer has devices, where SLURM or torchrun starts them.
+
+    Raises:
+        UserError: They differ.
+    """
+    strategy, ranks = trainer.strategy, planned_ranks(trainer)
+    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
+    if isinstance(environment, TorchElasticEnvironment) or (environment is None and TorchElasticEnvironment.detect()):
+        launcher, expected = "torchrun --nnodes {} --nproc-per-node {}", {"WORLD_SIZE": ranks}
+    elif isinstance(environment, SLURMEnvironment) or (environment is None and SLURMEnvironment.detect()):
+        launcher, expected = "srun --nodes {} --ntasks-per-node {}", {"SLURM_NTASKS": ranks}
+        if ranks > 1:
+            expected |= {"SLURM_NTASKS_PER_NODE": trainer.num_devices, "SLURM_NNODES": trainer.num_nodes}
+    else:
+        return
+    for name, number in expected.items():
+        if (given := os.environ.get(name, str(number))) != str(number):
+            raise UserError(
+                f"a run has one process for each device; got {name}={given} for trainer.devices {trainer.num_devices} "
+                f"and trainer.num_nodes {trainer.num_nodes}; start it by "
+                f"{launcher.format(trainer.num_nodes, trainer.num_devices)}, or set these keys to what was started"
+            )
 
 
 def check_ranks_divide(batch_size: int, ranks: int) -> None:

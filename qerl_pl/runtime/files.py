@@ -1,6 +1,5 @@
 """Atomic files and folders: at any moment, also after a kill, a name has its old or its new content."""
 
-import errno
 import hashlib
 import os
 import shutil
@@ -11,12 +10,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
 
 from qerl_pl.errors import UserError
 
-FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a write without space left."""
 _BLOCK, _SAMPLES = 2**20, 64
 
 
@@ -48,18 +44,17 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
             Otherwise it stays, as another process has created it meanwhile, and the temporary folder is removed.
 
     Raises:
-        UserError: The folder cannot be created or locked, or the disk is full.
+        UserError: The folder cannot be created or locked.
     """
     with _building(target):
         folder, old = _hidden(target, "unfinished"), _hidden(target, "replaced")
         folder.mkdir()
         mode = stat.S_IMODE(folder.stat().st_mode)
         try:
-            with explain_full_disk(target):
-                yield folder
-                for path in [*folder.rglob("*"), folder]:
-                    path.chmod(mode if path.is_dir() else mode & 0o666)  # safetensors has its files for their owner
-                    _sync(path)
+            yield folder
+            for path in [*folder.rglob("*"), folder]:
+                path.chmod(mode if path.is_dir() else mode & 0o666)  # safetensors has its files for their owner
+                _sync(path)
             if replace or not target.is_dir():
                 if target.is_symlink():
                     target.unlink()
@@ -153,14 +148,11 @@ def writing(path: Path) -> Iterator[BinaryIO]:
     """A temporary file that is renamed to `path` when the block ends without an exception.
 
     Only one process may write a path at a time: the temporary name is fixed.
-
-    Raises:
-        UserError: The disk is full; the old content stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with explain_full_disk(path), temporary.open("w+b") as file:
+        with temporary.open("w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -171,31 +163,9 @@ def writing(path: Path) -> Iterator[BinaryIO]:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file as `writing` does, with its errors."""
+    """Write a file as `writing` does."""
     with writing(path) as file:
         file.write(data)
-
-
-@contextmanager
-def explain_full_disk(path: Path) -> Iterator[None]:
-    """Turn "no space left" in the block into a UserError that names `path`."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if not is_full_disk(error):
-            raise
-        free = shutil.disk_usage(path.parent).free / 2**20
-        raise UserError(
-            f"saving needs free disk space; {path.parent} has {free:.0f} MiB left for {path.name}; "
-            "free some and resume with --resume auto (earlier files are untouched)"
-        ) from error
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Whether a write failed without space left, or an error came over one, as of an archive that PyTorch closes."""
-    failed = isinstance(error, OSError) and error.errno in FULL_DISK
-    told = isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in FULL_DISK)
-    return failed or told or (error.__context__ is not None and is_full_disk(error.__context__))
 
 
 def folder_fingerprint(folder: Path) -> str:

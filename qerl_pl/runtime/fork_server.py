@@ -17,7 +17,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import traceback
 import types
 from collections.abc import Callable, Mapping
@@ -151,9 +150,7 @@ class ForkServer:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for number in _JOB_SIGNALS:
                 signal.signal(number, _ignore)  # a handler, not SIG_IGN: programs that tools start have the default
-            os.register_at_fork(
-                before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_restore_signals
-            )
+            os.register_at_fork(after_in_child=_restore_signals)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if self.memory is not None:
                 resource.setrlimit(resource.RLIMIT_DATA, (self.memory, self.memory))
@@ -185,24 +182,11 @@ def _ignore(number: int, frame: types.FrameType | None) -> None:
     """Handle a signal by doing nothing."""
 
 
-_before_fork = threading.local()
-
-
-def _block_signals() -> None:
-    """Keep signals for the fork until its handlers are set."""
-    _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _JOB_SIGNALS)
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _before_fork.mask)
-
-
 def _restore_signals() -> None:
-    """Let a process that a tool forked end by `terminate`, for which `multiprocessing.Pool` waits."""
+    """Let a process that a tool forked end by a signal, as `multiprocessing.Pool` ends its own."""
     for number, handler in _JOB_SIGNALS.items():
         if signal.getsignal(number) is _ignore:  # else the tool set a handler of its own
             signal.signal(number, handler)
-    _unblock_signals()
 
 
 def main(commands: socket.socket, notices: Connection) -> None:

@@ -19,7 +19,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import distributed, nn
 
-from qerl_pl.errors import UserError
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector, exit_reason
 from qerl_pl.runtime.fork_server import signal_at_end_of_parent
@@ -47,15 +46,7 @@ class UnwrappedDDPStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """Initialize the process group and start the failure detector."""
         signal_at_end_of_launcher(signal.SIGKILL)  # PyTorch waits a day for the other ranks
-        try:
-            super().setup_environment()
-        except distributed.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise UserError(
-                f"rank 0 needs a free port on its machine, where the ranks meet; port {os.environ['MASTER_PORT']} is "
-                "taken: set MASTER_PORT to a free port, the same for all ranks"
-            ) from error
+        super().setup_environment()
         if self.communicator is SINGLE_PROCESS:
             # Read by each rank's engine and workers; Lightning's launcher sets the other variables only.
             os.environ |= {"RANK": str(self.global_rank), "LOCAL_WORLD_SIZE": str(self.num_processes)}

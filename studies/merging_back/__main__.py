@@ -51,7 +51,7 @@ def ways(args: argparse.Namespace) -> list[Way]:
         qerl("export", args.run, adapter)
     if not merged.is_dir():
         qerl("export", args.run, merged, "--merge", "true")
-    rows = ("--calibration", args.data / "train.jsonl", "--method", "gptq", "--samples", args.samples_seen)
+    rows = ("--calibration", args.data / "train.jsonl", "--samples", args.samples_seen)
     return [
         Way("base in NVFP4, no adapter", args.base, "nvfp4"),
         Way("adapter beside the NVFP4 base, as trained", args.base, "nvfp4", adapter),
@@ -65,7 +65,7 @@ def ways(args: argparse.Namespace) -> list[Way]:
 def evaluate(way: Way, args: argparse.Namespace) -> Grades:
     """Make what the way serves, if it is missing, and grade it."""
     if way.made_by and not way.base.is_dir():
-        site = args.site if "gptq" in way.made_by else None
+        site = args.site if "--calibration" in way.made_by else None
         qerl("quantize", args.folder / "merged", way.base, *way.made_by, site=site)
     folder = args.folder / "evaluations" / way.name.replace(" ", "-").replace(",", "")
     settings = {

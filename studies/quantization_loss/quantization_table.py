@@ -3,9 +3,10 @@
     python -m studies.quantization_loss.quantization_table MODEL --data FOLDER --out results
 
 FOLDER has GSM8K's train.jsonl and test.jsonl. Nats are those of the test set's solutions under the model's chat
-template. The accuracy is greedy on test questions, asked for a \\boxed{} answer. GPTQ and AWQ are llm-compressor's,
-calibrated on training rows. Every model is dequantized and computes in float32, so that differences are those of the
-weights. Intervals are 95 %: of nats paired by row with the 16-bit model, of accuracy Wilson's.
+template. The accuracy is greedy on test questions, asked for a \\boxed{} answer. GPTQ is llm-compressor's,
+calibrated on training rows; the table's AWQ is of an earlier commit. Every model is dequantized and computes in
+float32, so that differences are those of the weights. Intervals are 95 %: of nats paired by row with the 16-bit model,
+of accuracy Wilson's.
 """
 
 import argparse
@@ -32,10 +33,9 @@ INSTRUCTION = "Please reason step by step, and put your final answer within \\bo
 WAYS: dict[str, dict[str, Any] | None] = {
     "16-bit": None,
     "NVFP4": {"format": "nvfp4"},
-    "NVFP4, GPTQ": {"format": "nvfp4", "method": "gptq"},
-    "NVFP4, AWQ": {"format": "nvfp4", "method": "awq"},
+    "NVFP4, GPTQ": {"format": "nvfp4", "calibrated": True},
     "MXFP4": {"format": "mxfp4"},
-    "MXFP4, GPTQ": {"format": "mxfp4", "method": "gptq"},
+    "MXFP4, GPTQ": {"format": "mxfp4", "calibrated": True},
     "NF4": {"format": "nf4"},
 }
 
@@ -119,8 +119,8 @@ def main() -> None:
             folder, options = args.model, WAYS[way]
             if options is not None:
                 folder = Path(scratch) / "quantized"
-                calibrated = {"calibration": str(args.data / "train.jsonl"), "samples": args.calibration}
-                quantize(args.model, folder, **options | (calibrated if "method" in options else {}))
+                calibration = str(args.data / "train.jsonl") if "calibrated" in options else None
+                quantize(args.model, folder, options["format"], calibration=calibration, samples=args.calibration)
             model = dense_model(folder, args.model, device)
         test = args.data / "test.jsonl"
         results[way] = {

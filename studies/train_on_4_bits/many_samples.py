@@ -6,7 +6,8 @@
     python -m studies.train_on_4_bits.many_samples lora16 nvfp4_aqn runs/gsm8k/*/many_samples \
         --name gsm8k_many_samples --commit COMMIT
 
-RUN is the folder of a study's run, whose name has its levels, and COMMIT that of `qerl test`. The table has the means
+The first command is of the study's commits: later ones sample in one way at a time. RUN is the folder of a study's
+run, whose name has its levels, and COMMIT that of `qerl test`. The table has the means
 of both methods over the roundings, and the difference of the second less the first, paired by rounding, with Student's
 t interval.
 """
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from qerl_pl.evaluation.metrics import extra_metric
 from studies.train_on_4_bits.intervals import interval
 
 Metrics = dict[str, float]
@@ -38,7 +38,7 @@ def by_rounding(evaluations: Mapping[Path, Any]) -> dict[tuple[str, str], dict[s
         (only,) = one["sets"].values()
         metrics = {name: float(metric["value"]) for name, metric in only["metrics"].items()}
         for extra, settings in one["extra_sampling"].items():
-            prefix, label = extra_metric(extra, ""), f", temperature {settings['sampling']['temperature']}"
+            prefix, label = f"{extra}_", f", temperature {settings['sampling']['temperature']}"
             for name in [name for name in metrics if name.startswith(prefix)]:
                 metrics[name.removeprefix(prefix) + label] = metrics.pop(name)
         reports.setdefault((levels["policy"], levels["method"]), {})[levels["rounding"]] = metrics

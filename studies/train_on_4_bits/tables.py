@@ -147,7 +147,7 @@ def _largest_k(plan: Plan, tags: set[str]) -> list[str]:
 
 
 def _other_samplings(plan: Plan, tags: set[str]) -> list[str]:
-    """The tags of pass@1 by `rollout.evaluation.extra_sampling`, such as val/cool_pass@1."""
+    """The tags of pass@1 by other samplings in the same evaluation, such as val/cool_pass@1."""
     where = plan.measure.rpartition("/")[0]
     return sorted(tag for tag in tags if tag.rpartition("/")[0] == where and tag.endswith("_pass@1"))
 
