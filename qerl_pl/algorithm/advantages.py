@@ -34,6 +34,25 @@ class Scores:
     """Factor of each reward, by name."""
 
 
+def advantages_and_signal(
+    scores: Scores, group_size: int, normalize: AdvantageNorm, aggregation: MultiObjectiveAggregation
+) -> tuple[Tensor, Tensor]:
+    """Advantages [B], of the weighted sums or GDPO's, and `group_signal`; errors as `group_advantages`."""
+    if aggregation == "normalize_then_sum":
+        advantages = normalized_then_summed(scores.rewards, scores.weights, group_size)
+    else:
+        advantages = group_advantages(scores.total, group_size, normalize)
+    return advantages, group_signal(scores, group_size, aggregation)
+
+
+def group_signal(scores: Scores, group_size: int, aggregation: MultiObjectiveAggregation) -> Tensor:
+    """Whether the rewards of each group, as the advantages combine them, differ: bool [B / G]."""
+    combined = scores.total
+    if aggregation == "normalize_then_sum":
+        combined = summed_group_advantages(scores.rewards, scores.weights, group_size)
+    return have_differences(grouped(combined, group_size))
+
+
 def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm) -> Tensor:
     """Reward minus the group's mean reward, divided as `normalize` says.
 

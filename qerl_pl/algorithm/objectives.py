@@ -17,11 +17,8 @@ from qerl_pl.algorithm.advantages import (
     AdvantageNorm,
     MultiObjectiveAggregation,
     Scores,
-    group_advantages,
-    grouped,
-    have_differences,
-    normalized_then_summed,
-    summed_group_advantages,
+    advantages_and_signal,
+    group_signal,
 )
 from qerl_pl.algorithm.losses import Aggregation, KLEstimator, Surrogate
 from qerl_pl.algorithm.off_policy import CorrectionFunction, RolloutCorrection, correction_weights, named_correction
@@ -182,18 +179,11 @@ class Objective(ABC):
 
     def advantages(self, scores: Scores, group_size: int) -> tuple[Tensor, Tensor]:
         """Advantages [B], of the summed rewards or GDPO's, and each group's `signal`; errors as `group_advantages`."""
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            advantages = normalized_then_summed(scores.rewards, scores.weights, group_size)
-        else:
-            advantages = group_advantages(scores.total, group_size, self.advantage_norm)
-        return advantages, self.signal(scores, group_size)
+        return advantages_and_signal(scores, group_size, self.advantage_norm, self.multi_objective_aggregation)
 
     def signal(self, scores: Scores, group_size: int) -> Tensor:
         """Whether the rewards of each group, as the advantages combine them, differ: bool [B / G]."""
-        combined = scores.total
-        if self.multi_objective_aggregation == "normalize_then_sum":
-            combined = summed_group_advantages(scores.rewards, scores.weights, group_size)
-        return have_differences(grouped(combined, group_size))
+        return group_signal(scores, group_size, self.multi_objective_aggregation)
 
     def training_mask(self, mask: Tensor, truncated: Tensor) -> Tensor:
         """Tokens that train, bool [B, T]: `mask` without truncated completions (bool [B]) if these are masked."""
