@@ -256,6 +256,7 @@ def callbacks(*args: str) -> list[str]:
         (["--checkpoint=null", "--monitor=null"], [NOISE, ROLLOUT, "ModelCheckpoint", *EVERY_RUN[3:]]),
         (["--trainer.enable_checkpointing=false"], [NOISE, ROLLOUT, *EVERY_RUN[2:]]),
         (["--trainer.callbacks=[{class_path: CompletionLog, init_args: {jsonl: true}}]"], [NOISE, ROLLOUT, *EVERY_RUN]),
+        (["--trainer.callbacks=[ModelCheckpoint, RunSummary]", "--best.save_top_k=3"], [NOISE, ROLLOUT, *EVERY_RUN]),
         ([LISTED], [NOISE, ROLLOUT, "Monitor", "ModelCheckpoint"]),  # the last is Lightning's own default
     ],
 )

@@ -17,65 +17,7 @@ from qerl_pl.callbacks import EnvironmentConfig
 from qerl_pl.errors import UserError
 from qerl_pl.policy.teacher import TeacherConfig
 
-ROLLOUT = "{class_path: RolloutCallback, init_args: {rewards: {accuracy: GSM8KAnswer}}}"
 QUICK = ("fit", "-c", "quickstart")
-
-
-@pytest.mark.parametrize(
-    ("listed", "words", "keys"),
-    [
-        ("[ModelCheckpoint]", ["--best", "{mode: min}"], "best"),
-        ("[{class_path: ModelCheckpoint, init_args: {monitor: val/accuracy}}]", ["--best.save_top_k", "3"], "best"),
-        ("[CompletionLog, RunSummary]", ["--completions.jsonl", "true"], "completions"),
-    ],
-)
-def test_a_key_that_trainer_callbacks_would_replace_is_refused(listed: str, words: list[str], keys: str) -> None:
-    with pytest.raises(UserError, match=f"^a callback is set in one place; got the key {keys}, and trainer.callbacks"):
-        built(*QUICK, "--trainer.callbacks", listed, *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "keys"),
-    [
-        (["--noise", "null"], "rollout"),
-        ([], "noise and rollout"),
-        (["--noise", "null", "--completions.jsonl", "true", "--report", "{}"], "completions and report and rollout"),
-    ],
-)
-def test_keys_beside_a_listed_rollout_callback_are_named(
-    words: list[str], keys: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = saved_config(*QUICK, "--trainer.callbacks", f"[{ROLLOUT}]", *words)
-    assert f"is complete: what is set for {keys} has no effect" in caplog.text
-    (tmp_path / "config.yaml").write_text(text)
-    caplog.clear()
-    assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text and "no effect" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("listed", "words", "off"),
-    [
-        ("[ModelCheckpoint]", [], {"best"}),
-        ("[ModelCheckpoint, RunSummary]", ["--best", "null"], {"best", "summary"}),
-        ("[AdaptiveQuantizationNoise]", ["--noise", "null"], {"noise"}),
-        ("[CompletionLog]", [], {"completions"}),
-    ],
-)
-def test_a_key_at_its_default_gives_way_to_trainer_callbacks(
-    listed: str, words: list[str], off: set[str], tmp_path: Path
-) -> None:
-    text = saved_config(*QUICK, "--trainer.callbacks", listed, *words)
-    saved = yaml.safe_load(text)
-    keys = {"noise", "best", "checkpoint", "monitor", "completions", "summary"}
-    assert {key for key in keys if saved[key] is None} == off
-    (tmp_path / "config.yaml").write_text(text)
-    assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text
-
-
-def test_a_listed_rollout_callback_is_complete() -> None:
-    words = ("--data", "ArithmeticDataModule", "--trainer.callbacks", f"[{ROLLOUT}, ModelCheckpoint]")
-    saved = yaml.safe_load(saved_config("fit", *words))
-    assert not any(saved[key] for key in ("noise", "best", "checkpoint", "monitor", "completions", "summary", "report"))
 
 
 @pytest.mark.parametrize(

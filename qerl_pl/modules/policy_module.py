@@ -35,7 +35,6 @@ from qerl_pl.runtime.checks import (
     ChecksFirst,
     check_devices,
     limit_epochs,
-    refuse_weight_averaging,
     require_planned_end,
 )
 from qerl_pl.runtime.communicator import writes_files
@@ -154,13 +153,12 @@ class PolicyModule(LightningModule, ChecksFirst):
         return AutoTokenizer.from_pretrained(self.base_folder)
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse other precisions and strategies, what a trainer would do to the policy, and a run without an end."""
+        """Refuse other precisions and strategies, and a run without an end."""
         if (precision := trainer.precision) not in ("32-true", "32", 32):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
         check_devices(trainer)
         if stage == "fit":
-            refuse_weight_averaging(trainer)
             require_planned_end(trainer)
 
     def setup(self, stage: str) -> None:
