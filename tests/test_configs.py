@@ -396,17 +396,14 @@ def test_a_users_own_module_is_named_by_its_import_path(
             ["-c", '{"model": {"class_path": "SFTModule"}}'],
             "read before other keys; it stands in a pipe, .*; add --model",
         ),
-        (SFT_DATA, "got model.class_path QeRLModule with data ArithmeticConversations; set one of the two"),
-        (["-c", "sft", "--data", "ArithmeticDataModule"], "class_path SFTModule with data ArithmeticDataModule; set"),
     ],
 )
 def test_a_module_that_does_not_go_with_the_run_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = [] if words[:2] == ["-c", "sft"] else ["-c", str(QUICKSTART)]
     with pytest.raises(UserError, match=message) as refused:
-        built("fit", *given, *words)
+        built("fit", "-c", str(QUICKSTART), *words)
     assert "\n" not in str(refused.value)
 
 

@@ -89,6 +89,7 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "odd minibatches": ("--model.minibatches 3", "minibatches must divide .* got 3 and 128"),
     "endless completions": ("--rollout.sampling.max_tokens 1000000000", "4096 positions; got 1000000096 "),
     "no end": ("--trainer.max_epochs -1", "need a planned end; the run has none; set trainer.max_epochs"),
+    "data of another training": ("--data ArithmeticConversations", "rollouts need a PromptDataModule; got Arithm"),
     "nothing scores": ("--rollout.rewards {}", "rollout.rewards names none"),
 }
 

@@ -2,7 +2,6 @@
 
 import argparse
 from argparse import ArgumentError
-from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, dict_to_namespace, set_parsing_settings
@@ -20,7 +19,6 @@ from qerl_pl.callbacks import (
     RunSummary,
 )
 from qerl_pl.cli.configs import check_config
-from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError, did_you_mean
 from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.modules import QeRLModule, SFTModule
@@ -122,19 +120,8 @@ def listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def complete(config: Namespace, module: type[PolicyModule]) -> None:
-    """Set what depends on other keys, and refuse data of another training.
-
-    Raises:
-        UserError: The module does not train on the data.
-    """
-    data = resolve_name(config.data.class_path)
-    are_conversations = isinstance(data, type) and issubclass(data, ConversationDataModule)
-    if issubclass(module, QeRLModule if are_conversations else SFTModule):
-        raise UserError(
-            "QeRLModule learns from prompts, SFTModule from conversations; got model.class_path "
-            f"{module.__name__} with data {data.__name__}; set one of the two"
-        )
+def complete(config: Namespace) -> None:
+    """Set what depends on other keys."""
     _name_defaults(config.model)
     sets = config.data.get("init_args", Namespace()).get("sets")
     if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:  # which is not logged

@@ -20,7 +20,6 @@ from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
 from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.policy.policy import PolicyConfig
-from qerl_pl.runtime.checks import check_monitors
 from qerl_pl.runtime.communicator import Communicator, writes_files
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
@@ -55,8 +54,6 @@ class SFTModule(PolicyModule):
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse another precision, a run without an end, other data, and conversations too long."""
         super().check_first(trainer, stage)
-        if stage == "fit":
-            check_monitors(trainer, ["val/loss", "val/perplexity", "val/mean_token_accuracy"])
         data, positions = _data(trainer), self.policy_config.positions()
         if positions is not None and data.max_length > positions:
             raise UserError(

@@ -1,14 +1,13 @@
 """Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from qerl_pl.errors import UserError
@@ -112,18 +111,3 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
     if batch_size % ranks:
         found = f"got {batch_size} for {ranks}; change one of them"
         raise UserError(f"data.batch_size must be a multiple of the number of devices; {found}")
-
-
-def check_monitors(trainer: Trainer, logged: Collection[str]) -> None:
-    """Refuse callbacks that monitor a metric val/... that is not among those `logged`: Lightning stops later."""
-    hooks = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
-    if any(type(hook).__module__.partition(".")[0] not in ("qerl_pl", "lightning") for hook in hooks):
-        return  # a user's may log others
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor = callback.monitor if isinstance(callback, ModelCheckpoint | EarlyStopping) else None
-        if monitor is not None and monitor.startswith("val/") and monitor not in logged:
-            nearest = get_close_matches(monitor, logged) or [*logged][:3]
-            raise UserError(
-                f"a monitored metric must be logged; {type(callback).__name__} monitors {monitor}, and validations log "
-                f"{', '.join(nearest)}; set best.monitor to one of these, or best to null"
-            )
