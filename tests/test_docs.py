@@ -391,7 +391,7 @@ def test_what_a_run_leaves_is_on_the_page(workdir: Path) -> None:
     written = {path for path in run.rglob("*") if path.is_file() and path.suffix != ".sha256"}
     told = {path for pattern in patterns for found in run.glob(pattern) for path in (found, *found.rglob("*"))}
     assert len(written) > 8 and written - told == set()
-    elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed", "model"} | {"evaluation"}
+    elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "model", "evaluation"}
     elsewhere |= {"evaluation.json", "evaluation.md", "validate"}  # of runs of another kind
     assert {pattern for pattern in patterns if not list(run.glob(pattern))} == elsewhere
     first, *_ = (run / "completions.jsonl").read_text().splitlines()

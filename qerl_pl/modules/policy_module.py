@@ -1,8 +1,6 @@
 """What every training of the policy shares: optimizer, learning-rate schedule, checkpoints, the run's result."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +26,6 @@ from qerl_pl.modules.optimizer import (
     load_schedule,
     trial_weight,
 )
-from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.policy.policy import Policy, PolicyConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import (
@@ -39,7 +36,7 @@ from qerl_pl.runtime.checks import (
 )
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_directory, folder_fingerprint
-from qerl_pl.runtime.random_state import deterministic, random_state, set_random_state
+from qerl_pl.runtime.random_state import random_state, set_random_state
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
@@ -238,20 +235,6 @@ class PolicyModule(LightningModule, ChecksFirst):
         self.policy.checkpointing.set_state_bytes(
             lambda: pending_state_bytes(optimizer.optimizer, self.make_optimizer, self.device)
         )
-
-    @contextmanager
-    def failing_state_saved(self) -> Iterator[None]:
-        """Inside the block, deterministic optimizer steps, a `NonFiniteLossError` saves the state and names it."""
-        try:
-            with deterministic():
-                yield
-        except NonFiniteLossError as error:
-            path = Path(self.trainer.default_root_dir) / "failed" / f"version-{self.policy_version}.ckpt"
-            self.trainer.save_checkpoint(path)
-            raise UserError(
-                f"loss and gradient must be finite; at policy version {self.policy_version} they are not ({error}); "
-                f"the state then is in {path}, to look into; lower the learning rate and go on with --resume auto"
-            ) from error
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 

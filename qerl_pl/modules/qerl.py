@@ -24,6 +24,7 @@ from qerl_pl.policy.teacher import Teacher, TeacherConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback
 from qerl_pl.runtime.files import folder_fingerprint
+from qerl_pl.runtime.random_state import deterministic
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
@@ -160,7 +161,7 @@ class QeRLModule(PolicyModule):
     def _run_update(self, experience: Experience) -> dict[str, float]:
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
         assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
-        with self.failing_state_saved():
+        with deterministic():
             ranks = communicator_of(self.trainer)
             return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
 

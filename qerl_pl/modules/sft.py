@@ -21,6 +21,7 @@ from qerl_pl.modules.update import clip_and_step, gradients
 from qerl_pl.policy.packed_layers import partition_micro_batches
 from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.runtime.communicator import Communicator, writes_files
+from qerl_pl.runtime.random_state import deterministic
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
@@ -75,7 +76,7 @@ class SFTModule(PolicyModule):
         """Take an optimizer step on the batch."""
         start = time.perf_counter()
         self.restore_random_state()
-        with self.failing_state_saved():
+        with deterministic():
             metrics = self._update(batch, communicator_of(self.trainer))
         self.policy_version += 1
         metrics["time/update_s"] = seconds = time.perf_counter() - start

@@ -62,10 +62,6 @@ def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
     return rows[rows >= 0]
 
 
-class NonFiniteLossError(ArithmeticError):
-    """Loss or gradient is NaN or infinite; this optimizer step was not taken, earlier ones may have been."""
-
-
 @dataclass(frozen=True)
 class PolicyUpdate:
     """Optimizer steps on an experience; `run` takes them.
@@ -136,7 +132,7 @@ class PolicyUpdate:
             Metrics by TensorBoard tag: means over all ranks' tokens, NaN where no token trained, and over steps.
 
         Raises:
-            NonFiniteLossError: Loss or gradient is not finite.
+            UserError: Loss or gradient is not finite.
         """
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
@@ -320,11 +316,14 @@ def clip_and_step(
     """Clip the gradient to a norm and take an optimizer step; returns the norm before clipping.
 
     Raises:
-        NonFiniteLossError: Loss or gradient is not finite; no step is taken.
+        UserError: Loss or gradient is not finite; no step is taken.
     """
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise NonFiniteLossError(f"loss {loss:g}, gradient norm {norm:g}")
+        raise UserError(
+            f"loss and gradient must be finite; got loss {loss:g} and gradient norm {norm:g}; lower the learning rate "
+            "and go on with --resume auto"
+        )
     optimizer.step()  # skips parameters without a gradient, weight decay and momentum included
     return norm
 
