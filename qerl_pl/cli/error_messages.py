@@ -16,7 +16,7 @@ from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.commands import TRAINER_COMMANDS
 from qerl_pl.cli.config_checks import CALLBACKS, module_class
 from qerl_pl.datamodules import PromptDataModule
-from qerl_pl.errors import UserError, chain_of_causes, did_you_mean, explain_file_error
+from qerl_pl.errors import UserError, did_you_mean, explain_file_error
 
 _IMPORTING = (AttributeError, ImportError, SyntaxError)
 _PARSING = (*_IMPORTING, TypeError, ValueError, LookupError, OSError, ArgumentError, YAMLError)
@@ -39,7 +39,9 @@ _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULT
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
     """The message for a user error; None for any other error, which keeps its traceback."""
-    causes = list(chain_of_causes(error))  # jsonargparse wraps errors of the classes that it builds
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:  # jsonargparse wraps errors of the classes that it builds
+        causes.append(cause)
     for cause in causes:
         if isinstance(cause, UserError):
             return _one_line(cause)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, path_text, require_at_least, require_one_of, require_type
+from qerl_pl.errors import UserError, require_at_least, require_one_of
 from qerl_pl.formats.base import format_of, named_format
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -86,14 +87,12 @@ class PolicyConfig:
     replay_routing: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("path", "adapter"):
-            object.__setattr__(self, name, path_text(f"model.policy.{name}", getattr(self, name)))
-        require_type(str, {"model.policy.quantization": self.quantization}, "name a format")
+        for name in ("path", "adapter"):  # as text, which a checkpoint can hold
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, os.fspath(path))
         named_format(self.quantization)
         require_one_of(tuple(DTYPES), "model.policy.dtype", self.dtype)
         require_one_of(("lora", "full"), "model.policy.finetune", self.finetune)
-        require_type(LoraConfig, {"model.policy.lora": self.lora}, "write LoraConfig(rank=16), say")
-        require_type(ToyConfig, {"model.policy.toy": self.toy}, "write ToyConfig(), or name a path")
         tiles = None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
         require_at_least(1, {"model.policy.mlp_tile_tokens": tiles})
         if tiles is not None and self.lora.dropout > 0 and self.finetune == "lora":

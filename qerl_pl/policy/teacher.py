@@ -1,5 +1,6 @@
 """The teacher of on-policy distillation: a frozen model whose log-probabilities the policy is trained towards."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor
 
-from qerl_pl.errors import UserError, path_text
+from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -40,7 +41,7 @@ class TeacherConfig:
     offload: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", path_text("model.teacher.path", self.path))
+        object.__setattr__(self, "path", None if self.path is None else os.fspath(self.path))
 
     def folder(self, policy: PolicyConfig) -> Path:
         """Local folder of the teacher of a policy.
