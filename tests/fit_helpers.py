@@ -5,12 +5,15 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
+import pytest
 import yaml
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import save_file
@@ -128,7 +131,10 @@ def _child(words: list[str], prepare: Callable[[], None] | None, errors: Path) -
 def processes() -> multiprocessing.context.ForkServerContext:
     """Where processes come from that import the package once for all of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server finds what it imports by this alone
+        forkserver.ensure_running()
     return context
 
 
