@@ -172,7 +172,7 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
         extra: More arguments.
         prepare: As there.
     """
-    config = _written(settings)
+    config = config_file(settings)
     return command(["fit", "-c", str(config), *extra], config.with_suffix(".log"), prepare)
 
 
@@ -189,7 +189,7 @@ def fit_on_ranks(
     Returns:
         (exit status of each rank; everything that was printed).
     """
-    config, size, port = _written(settings), settings["trainer"]["devices"], free_port()
+    config, size, port = config_file(settings), settings["trainer"]["devices"], free_port()
     words, started = ["fit", "-c", str(config), *extra], []
     for rank in range(size):
         places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -243,7 +243,8 @@ def _become(environment: dict[str, Any], prepare: Callable[[], None] | None) -> 
         prepare()
 
 
-def _written(settings: dict[str, Any]) -> Path:
+def config_file(settings: dict[str, Any]) -> Path:
+    """The configuration as a file beside the run's folder."""
     run = Path(settings["trainer"]["default_root_dir"])
     run.parent.mkdir(parents=True, exist_ok=True)
     config = run.parent / f"{run.name}.yaml"

@@ -71,7 +71,7 @@ class Compared(Callback):
 
 @pytest.mark.parametrize(
     ("kind", "max_turn_tokens"),
-    [("transformers", None), ("transformers", 12), pytest.param("vllm", 12, marks=pytest.mark.vllm)],
+    [("transformers", None), pytest.param("vllm", 12, marks=pytest.mark.vllm)],
 )
 def test_the_trainers_logprobs_are_the_samplers_on_every_sampled_token(
     game_policy_dir: Path, tmp_path: Path, kind: str, max_turn_tokens: int | None
