@@ -29,26 +29,23 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # imports make a million objects that stay: searching them takes a third of the time of collecting
 
 
-VLLM_FILES = (
-    "test_continued",
-    "test_dialogue_rollouts",
-    "test_engines",
-    "test_families",
-    "test_full",
-    "test_gpt_oss",
-    "test_kv_cache_dtype",
-    "test_ports",
-    "test_replay",
-    "test_terminal",
-    "test_vllm_compat",
-    "test_vllm_sampler",
+PROCESS_FILES = (
+    *("test_ranks", "test_resume", "test_environment_runs", "test_full_ranks", "test_killed", "test_start"),
+    *("test_terminal", "test_sft", "test_sft_page", "test_environment_page"),
 )
-"""Files that import vLLM, which takes ten seconds: one worker runs them all."""
+"""Files whose processes come from one that imports the package, which takes seven seconds: one worker runs them all."""
+
+VLLM_FILES = (
+    *("test_engines", "test_families", "test_delta_nets", "test_dialogue_rollouts", "test_replay", "test_continued"),
+    *("test_full", "test_kv_cache_dtype", "test_gpt_oss", "test_ports", "test_vllm_adapter", "test_vllm_compat"),
+    *("test_vllm_decode_gemm", "test_vllm_experts", "test_vllm_marlin", "test_vllm_sampler"),
+)
+"""Files that import vLLM, which takes ten seconds: another runs these."""
 
 SLOW_FILES = (
-    *("test_ranks", "test_environment_runs", *VLLM_FILES, "test_resume", "test_configs", "test_math_answer"),
-    *("test_docs", "test_fit", "test_environments", "test_decode_gemm", "test_reference_trajectory", "test_sft"),
-    *("test_mistakes", "test_start", "test_evaluation", "test_left_behind", "test_hostile_tools", "test_dry_run"),
+    *(*PROCESS_FILES, *VLLM_FILES, "test_watch", "test_configs", "test_docs", "test_math_answer", "test_fit"),
+    *("test_environments", "test_decode_gemm", "test_reference_trajectory", "test_evaluation", "test_hostile_tools"),
+    *("test_left_behind", "test_dry_run"),
 )
 """Files that take longest, in that order."""
 
@@ -73,7 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "vllm" if Path(file).stem in VLLM_FILES else file
+            name = Path(file).stem
+            return "processes" if name in PROCESS_FILES else "vllm" if name in VLLM_FILES else file
 
     config.option.loadscopereorder = False
     return Files(config, log)
