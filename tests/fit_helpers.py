@@ -176,6 +176,13 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
     return command(["fit", "-c", str(config), *extra], config.with_suffix(".log"), prepare)
 
 
+def fit_here(settings: dict[str, Any], *extra: str) -> int:
+    """Run `qerl fit` in this process, which is fast: its exit status."""
+    from qerl_pl.cli.main import main
+
+    return main(["fit", "-c", str(config_file(settings)), *extra])
+
+
 def fit_on_ranks(
     settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | None = None
 ) -> tuple[list[int], str]:
