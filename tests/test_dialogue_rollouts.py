@@ -80,7 +80,7 @@ def test_the_trainers_logprobs_are_the_samplers_on_every_sampled_token(
         engine,
         group_size=4,
         sampling=SAMPLING,
-        environment=EnvironmentConfig(factory=GuessNumber, tool_format=PATTERN, max_turns=3, max_turn_tokens=7),
+        environment=EnvironmentConfig(factory=GuessNumber, tool_format=PATTERN, max_turns=3, max_turn_tokens=12),
     )
     trainer = trainer_of(tmp_path, compared, rollout=rollout, noise=False, max_steps=6)
     module = module_of(game_policy_dir)
@@ -88,7 +88,6 @@ def test_the_trainers_logprobs_are_the_samplers_on_every_sampled_token(
     trainer.fit(module, datamodule=data)
     assert len(compared.differences) == 3 and max(compared.differences) < 2e-5
     assert max(map(len, compared.turns)) == 3 and sum(len(turns) - 1 for turns in compared.turns) > 24
-    assert max(map(max, compared.turns)) == 7
 
 
 class Playing(Talking):
