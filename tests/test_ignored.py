@@ -1,7 +1,6 @@
 """Settings that would have no effect: refused, or named in a warning."""
 
 import logging
-from argparse import ArgumentError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,6 @@ def test_a_key_that_trainer_callbacks_would_replace_is_refused(listed: str, word
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
-        (["--noise", "null"], "rollout"),
         ([], "noise and rollout"),
         (["--noise", "null", "--completions.jsonl", "true", "--report", "{}"], "completions and report and rollout"),
     ],
@@ -55,10 +53,8 @@ def test_keys_beside_a_listed_rollout_callback_are_named(
 @pytest.mark.parametrize(
     ("listed", "words", "off"),
     [
-        ("[ModelCheckpoint]", [], {"best"}),
-        ("[ModelCheckpoint, RunSummary]", ["--best", "null"], {"best", "summary"}),
-        ("[AdaptiveQuantizationNoise]", ["--noise", "null"], {"noise"}),
-        ("[CompletionLog]", [], {"completions"}),
+        ("[ModelCheckpoint, CompletionLog]", [], {"best", "completions"}),
+        ("[AdaptiveQuantizationNoise, RunSummary]", ["--noise", "null"], {"noise", "summary"}),
     ],
 )
 def test_a_key_at_its_default_gives_way_to_trainer_callbacks(
@@ -81,7 +77,6 @@ def test_a_listed_rollout_callback_is_complete() -> None:
 @pytest.mark.parametrize(
     ("later", "names"),
     [
-        (["{rollout: {rewards: {}}}", "{rollout: {rewards: {mine: MathAnswer}}}"], ["mine"]),
         (["{rollout: {rewards: {}, environment: {factory: qerl_pl.environments.Calculator}}}"], []),
         (["{rollout: {rewards: {mine: MathAnswer}}}"], ["accuracy", "format", "mine"]),
         (
@@ -93,7 +88,6 @@ def test_a_listed_rollout_callback_is_complete() -> None:
             ["b"],
         ),
         (["{rollout: {rewards: [MathAnswer]}}", "{rollout: {rewards: {}}}"], []),
-        (["{rollout: {group_size: 4}}"], ["accuracy", "format"]),
         (["{trainer: {max_steps: 4}}", "{rollout: {rewards: {format: MathAnswer}}}"], ["accuracy", "format"]),
     ],
 )
@@ -103,19 +97,10 @@ def test_no_rewards_in_a_file_drop_those_of_earlier_files(later: list[str], name
         (tmp_path / f"{number}.yaml").write_text(text)
         words += ["-c", str(tmp_path / f"{number}.yaml")]
     assert list(yaml.safe_load(saved_config(*QUICK, *words))["rollout"]["rewards"]) == names
-    assert yaml.safe_load(saved_config(*QUICK, *words, "--rollout.rewards", "{}"))["rollout"]["rewards"] == {}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--rollout.group_size", "16"],
-        ["--completions.jsonl", "true"],
-    ],
-)
-def test_settings_of_rollouts_are_refused_in_supervised_fine_tuning(words: list[str]) -> None:
-    with pytest.raises(ArgumentError, match=f"^unrecognized arguments: {words[0]}"):
-        built("fit", "-c", "sft", *words)
+def test_no_rewards_of_the_command_line_drop_those_of_files() -> None:
+    assert yaml.safe_load(saved_config(*QUICK, "--rollout.rewards", "{}"))["rollout"]["rewards"] == {}
 
 
 @pytest.mark.parametrize(
