@@ -1,14 +1,13 @@
 """Settings that would have no effect: refused, or named in a warning."""
 
 import logging
-from argparse import ArgumentError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from cli_helpers import built, saved_config
+from cli_helpers import saved_config
 from short_run import module_of, rollout_of
 
 from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
@@ -23,7 +22,6 @@ QUICK = ("fit", "-c", "quickstart")
 @pytest.mark.parametrize(
     ("later", "names"),
     [
-        (["{rollout: {rewards: {}}}", "{rollout: {rewards: {mine: MathAnswer}}}"], ["mine"]),
         (["{rollout: {rewards: {}, environment: {factory: qerl_pl.environments.Calculator}}}"], []),
         (["{rollout: {rewards: {mine: MathAnswer}}}"], ["accuracy", "format", "mine"]),
         (
@@ -35,7 +33,6 @@ QUICK = ("fit", "-c", "quickstart")
             ["b"],
         ),
         (["{rollout: {rewards: [MathAnswer]}}", "{rollout: {rewards: {}}}"], []),
-        (["{rollout: {group_size: 4}}"], ["accuracy", "format"]),
         (["{trainer: {max_steps: 4}}", "{rollout: {rewards: {format: MathAnswer}}}"], ["accuracy", "format"]),
     ],
 )
@@ -45,19 +42,10 @@ def test_no_rewards_in_a_file_drop_those_of_earlier_files(later: list[str], name
         (tmp_path / f"{number}.yaml").write_text(text)
         words += ["-c", str(tmp_path / f"{number}.yaml")]
     assert list(yaml.safe_load(saved_config(*QUICK, *words))["rollout"]["rewards"]) == names
-    assert yaml.safe_load(saved_config(*QUICK, *words, "--rollout.rewards", "{}"))["rollout"]["rewards"] == {}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--rollout.group_size", "16"],
-        ["--completions.jsonl", "true"],
-    ],
-)
-def test_settings_of_rollouts_are_refused_in_supervised_fine_tuning(words: list[str]) -> None:
-    with pytest.raises(ArgumentError, match=f"^unrecognized arguments: {words[0]}"):
-        built("fit", "-c", "sft", *words)
+def test_no_rewards_of_the_command_line_drop_those_of_files() -> None:
+    assert yaml.safe_load(saved_config(*QUICK, "--rollout.rewards", "{}"))["rollout"]["rewards"] == {}
 
 
 @pytest.mark.parametrize(
