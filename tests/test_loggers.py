@@ -18,13 +18,14 @@ from cli_helpers import built
 from fit_helpers import configuration
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from pages import ROOT
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from qerl_pl.callbacks.completions import _truncate
-from qerl_pl.callbacks.loggers import changes, flatten
+from qerl_pl.callbacks.loggers import MainFirstLogger, address_of, changes, flatten
 from qerl_pl.cli.main import QeRLCLI
 
 pytestmark = pytest.mark.skipif(find_spec("wandb") is None, reason="needs the extra `loggers`")
@@ -129,6 +130,29 @@ def test_the_layout_begins_with_reward_and_draws_what_is_logged(run: tuple[Train
     assert unseen == {"memory/driver_gib$"}  # of a GPU
 
 
+TITLES = {
+    "reward/mean": "Main/1 reward",
+    "val/accuracy": "Main/2 greedy accuracy",
+    "val/MATH-500/accuracy": "Main/2 greedy accuracy MATH-500",
+    "val/a/b/pass@1": "Main/3 sampled accuracy a/b",
+    "policy/entropy": "Main/4 entropy",
+    "completions/length_mean": "Main/5 length",
+    **dict.fromkeys(["epoch", "reward/accuracy", "val/pass@8", "test/accuracy", "reward/x/y"]),
+}
+
+
+def test_tensorboard_begins_with_the_main_curves(tmp_path: Path) -> None:
+    logger = MainFirstLogger(tmp_path, name="", version="")
+    logger.log_metrics({tag: float(i) for i, tag in enumerate(TITLES)}, step=3)
+    logger.finalize("success")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    titles = [title for title in TITLES.values() if title is not None]
+    assert sorted(events.Tags()["scalars"]) == [*titles, *sorted(TITLES)]
+    for i, (tag, title) in enumerate(TITLES.items()):
+        for name in (tag, title) if title else (tag,):
+            assert [(event.step, event.value) for event in events.Scalars(name)] == [(3, i)]
+
+
 def test_wandb_shows_completions_and_settings(run: tuple[Trainer, Path, str]) -> None:
     trainer, folder, _ = run
     experiment = logger_of(trainer, WandbLogger).experiment
@@ -147,11 +171,18 @@ def test_csv_has_curves_and_settings(run: tuple[Trainer, Path, str]) -> None:
     assert SETTINGS.items() <= yaml.safe_load((Path(logger.log_dir) / "hparams.yaml").read_text()).items()
 
 
-def test_the_closing_hint_is_of_tensorboard(run: tuple[Trainer, Path, str]) -> None:
-    _, folder, printed = run
-    (hint,) = (line.removeprefix("watch it: ") for line in printed.splitlines() if line.startswith("watch it: "))
-    address = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
-    assert hint == f"tensorboard --logdir {folder}/lightning_logs, then {address}"
+def test_the_closing_hint_names_each_logger(run: tuple[Trainer, Path, str]) -> None:
+    trainer, folder, printed = run
+    hints = [line.removeprefix("watch it: ") for line in printed.splitlines() if line.startswith("watch it: ")]
+    tensorboard, wandb, csv_file = hints
+    assert (
+        tensorboard
+        == f"tensorboard --logdir {folder}/lightning_logs, then http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+    )
+    offline = Path(wandb.removeprefix("wandb sync "))
+    assert offline.parent == folder / "wandb" and list(offline.glob("*.wandb"))
+    assert Path(csv_file).is_file() and csv_file.endswith("/metrics.csv")
+    assert address_of(DummyLogger()) is None
 
 
 def test_the_loggers_of_the_page_are_accepted(tmp_path: Path) -> None:

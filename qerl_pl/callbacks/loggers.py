@@ -1,6 +1,7 @@
 """Hyperparameters and tables in TensorBoard and W&B, and the configuration in the run's folder."""
 
 import logging
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
-from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from torch.utils.tensorboard.summary import hparams
 
 from qerl_pl.runtime.communicator import writes_files
@@ -18,8 +19,31 @@ log = logging.getLogger(__name__)
 
 COMPARED = ("reward/mean", "val/accuracy", "val/pass@1", "policy/entropy", "policy/kl")
 """Metrics beside the hyperparameters on TensorBoard's page."""
+MAIN = {
+    "reward/mean": "1 reward",
+    "val/accuracy": "2 greedy accuracy",
+    "val/pass@1": "3 sampled accuracy",
+    "policy/entropy": "4 entropy",
+    "completions/length_mean": "5 length",
+}
+"""Curves to look at first, by their tags; TensorBoard sorts tags, capital letters before others."""
+
 LOGGED = ("seed_everything", "model", "data", "rollout", "noise", "trainer")
 """Top-level keys that may change what is learned."""
+
+
+class MainFirstLogger(TensorBoardLogger):
+    """TensorBoard's logger, which begins with a group `Main`: copies of the curves to look at first."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Log the metrics, and those of `MAIN` once more; of several validation sets with the set's name."""
+        first = {}
+        for tag, value in metrics.items():
+            group, _, rest = tag.partition("/")
+            of_set, _, name = rest.rpartition("/")
+            if (title := MAIN.get(f"{group}/{name}")) is not None:
+                first[f"Main/{title} {of_set}".rstrip()] = value
+        super().log_metrics({**metrics, **first}, step)
 
 
 class SaveFitConfig(SaveConfigCallback):
@@ -105,3 +129,14 @@ def log_table(logger: Logger, name: str, columns: list[str], rows: list[list[Any
         cells = [[escape(str(value)).replace("|", "&#124;").replace("\n", "<br>") for value in row] for row in rows]
         lines = [columns, ["---"] * len(columns), *cells]
         logger.experiment.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+
+
+def address_of(logger: Logger) -> str | None:
+    """The command, URL or file that shows what was logged; None for an unknown logger."""
+    if isinstance(logger, TensorBoardLogger):
+        page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
+        return f"tensorboard --logdir {Path(logger.log_dir).parent}, then {page}"
+    if isinstance(logger, WandbLogger):
+        run = logger.experiment
+        return f"wandb sync {run.sync_dir}" if run.offline else str(run.url)
+    return f"{logger.log_dir}/metrics.csv" if isinstance(logger, CSVLogger) else None

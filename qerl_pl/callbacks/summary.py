@@ -12,11 +12,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from rich.console import Console
 from rich.table import Table
 
+from qerl_pl.callbacks.loggers import address_of
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import PROGRESS_BAR, QeRLModule
 from qerl_pl.runtime.communicator import writes_files
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 HELD_OUT = {"accuracy": "greedy accuracy", "pass@1": "sampled pass@1", "reward_mean": "mean reward"}
 HELD_OUT |= {"loss": "loss", "mean_token_accuracy": "token accuracy"}
 """Metrics of a validation, those of supervised fine-tuning last, and how a line names them."""
-WATCH = "tensorboard --logdir {}, then http://localhost:6006/#custom_scalars&_smoothingWeight=0"
 PHASES = ("sync", "rollout", "reward", "update")
 PANELS = {
     "reward": {"reward/mean": "training", "reward_mean": "held-out"},
@@ -155,8 +154,7 @@ class RunSummary(Callback):
         folder, summary = Path(trainer.default_root_dir), self._summary(pl_module)
         atomic_write(folder / "summary.json", (json.dumps(summary, indent=2) + "\n").encode())
         self._plot(folder / "run.png")
-        boards = (logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger))
-        views = [WATCH.format(Path(board.log_dir).parent) for board in boards]
+        views = [view for logger in trainer.loggers if (view := address_of(logger))]
         _print(summary, folder, pl_module.policy.trained.result, views)
 
     def _summary(self, module: QeRLModule) -> dict[str, Any]:

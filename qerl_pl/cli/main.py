@@ -16,13 +16,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, ProgressBar, RichProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich import get_console
 
 from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback, RolloutLines
-from qerl_pl.callbacks.loggers import SaveFitConfig
+from qerl_pl.callbacks.loggers import MainFirstLogger, SaveFitConfig
 from qerl_pl.cli.commands import COMMAND_HELP, DESCRIPTION, USAGE_ERROR, answer, give_flags_values
 from qerl_pl.cli.config_checks import (
     CALLBACKS,
@@ -233,11 +232,11 @@ class QeRLCLI(LightningCLI):
                     "allow it"
                 )
         kwargs["plugins"] = [*listed(config["plugins"]), AtomicCheckpointIO()]
-        self._logger: TensorBoardLogger | None = None
+        self._logger: MainFirstLogger | None = None
         if config["logger"] in (None, True):
             # The run's curve has a validation of that step already, or one with other settings.
             own: dict[str, Any] = {"name": VALIDATE} if self.subcommand == VALIDATE else {"name": "", "version": ""}
-            kwargs["logger"] = self._logger = TensorBoardLogger(save_dir=root, **own)
+            kwargs["logger"] = self._logger = MainFirstLogger(save_dir=root, **own)
         kwargs["use_distributed_sampler"] = False  # every rank sees the complete batch
         trainer = self._trainer(kwargs, config)
         check_world(trainer)
@@ -304,7 +303,7 @@ class QeRLCLI(LightningCLI):
         """Start TensorBoard's log at the checkpoint, so that steps that a killed run logged after it are hidden."""
         if self._logger is not None and self.trainer.logger is self._logger:  # a trial run has another
             first = BEFORE_TRAINING if checkpoint is None else finished_rollouts(Path(checkpoint))
-            self.trainer.logger = TensorBoardLogger(self._logger.save_dir, name="", version="", purge_step=first)
+            self.trainer.logger = MainFirstLogger(self._logger.save_dir, name="", version="", purge_step=first)
 
     def validate(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Evaluate on the validation prompts."""
