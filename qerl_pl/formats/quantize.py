@@ -31,14 +31,12 @@ from qerl_pl.formats.base_format import DENSE, BaseFormat
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.loftq import LOFTQ, LoftQAdapter
 from qerl_pl.models.families import (
+    Family,
     check_family,
     family_of,
     fused_group,
-    has_experts,
     linear_shapes,
-    stores_stacks,
     text_config,
-    unquantized,
 )
 from qerl_pl.models.folder import (
     QUANTIZATION_REPORT,
@@ -103,10 +101,10 @@ def quantize_checkpoint(
         return
     family, needed = family_of(config["model_type"]), "*_proj.weight"
     quantized = {name for name in tensors if family.is_four_bits(name)}
-    if stores_stacks(config):
+    if family.experts is not None and family.experts.stored_in_stacks:
         quantizer, needed = _of_stacks(quantizer, src), "*.experts.*_proj"
         quantized = {name for name in tensors if re.search(rf"\.layers\.\d+\.{fnmatch.translate(needed)}", name)}
-    if has_experts(config) and not quantizer.stores_experts:
+    if family.experts is not None and not quantizer.stores_experts:
         raise UserError(
             f"{quantizer.name.upper()} holds no mixture of experts, which transformers and vLLM read in other layouts; "
             f"{src} has one; {quantizer.remedy}"
@@ -120,7 +118,7 @@ def quantize_checkpoint(
             if name not in quantized:
                 writer.add(name, tensors.read(name))
         writer.finish()
-        copy_other_files(src, folder, config | {"quantization_config": _quantization_config(quantizer, config)})
+        copy_other_files(src, folder, config | {_KEY: _quantization_config(quantizer, family)})
         _report(format, errors, folder / QUANTIZATION_REPORT)
         if adapter is not None:
             adapter.save(folder / LOFTQ)
@@ -128,11 +126,7 @@ def quantize_checkpoint(
 
 
 def _source(src: Path, dst: Path, quantizer: BaseFormat | None) -> tuple[dict[str, Any], TensorFiles]:
-    """Config and tensors of the text model in `src`, checked; in 16 bits, or in the format of `quantizer` with more.
-
-    Raises:
-        UserError: `dst` exists, or `src` is another model, of no known family, or inconsistent.
-    """
+    """Config and tensors of the text model in `src`, checked; in 16 bits, or in the format of `quantizer` with more."""
     config = read_config(src)
     inner = text_config(config, src)
     if inner is None:
@@ -171,11 +165,7 @@ def _copy_text_model(
 def _copy_quantized(
     src: Path, dst: Path, base_format: BaseFormat, config: Mapping[str, Any], tensors: TensorFiles
 ) -> None:
-    """Write a checkpoint as `quantize_checkpoint` would: 4-bit linears as they are, all else in 16 bits.
-
-    What is dequantized gets the data type of the embeddings; of a quantized lm_head that is tied to them nothing is
-    written.
-    """
+    """Write a checkpoint with its 4-bit linears as they are, all else in the embeddings' 16 bits."""
     base_format.report_unused(tensors)
     embeddings = "model.embed_tokens.weight"
     dtype = tensors.first_rows(1).read(embeddings).dtype
@@ -196,7 +186,7 @@ def _copy_quantized(
                 continue
             writer.add("lm_head.weight" if name == head else name, tensor.to(dtype) if quantized else tensor)
         writer.finish()
-        ignored = list(dict.fromkeys((*dense, *unquantized(config))))
+        ignored = list(dict.fromkeys((*dense, *family_of(config["model_type"]).unquantized)))
         copy_other_files(src, folder, {**config, _KEY: {**base_format.config, "ignore": ignored}})
     log.info("wrote %s: a copy of %s with 4-bit linears as they are, and the rest in 16 bits", dst, src)
 
@@ -231,10 +221,10 @@ def _device(name: Device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _quantization_config(quantizer: BaseFormat, config: dict[str, Any]) -> dict[str, Any]:
+def _quantization_config(quantizer: BaseFormat, family: Family) -> dict[str, Any]:
     """That of the format; where it lists linears that stay in 16 bits, with those of the model's family."""
-    document, family = dict(quantizer.config), family_of(config["model_type"])
-    added = {"ignore": unquantized(config), "llm_int8_skip_modules": family.dense_linears}
+    document = dict(quantizer.config)
+    added = {"ignore": family.unquantized, "llm_int8_skip_modules": family.dense_linears}
     return document | {key: [*document[key], *names] for key, names in added.items() if key in document and names}
 
 
@@ -315,11 +305,7 @@ def _quantize_matrix(
     experts: int | None,
     wants_residual: bool,
 ) -> tuple[float, Tensor | None]:
-    """Quantize and write a matrix, or the matrices of so many experts.
-
-    Returns:
-        Its relative squared error, and if that is wanted the weight less what is stored.
-    """
+    """Quantize and write a matrix, or so many experts'; returns its relative squared error and, if wanted, residual."""
     chunks = weight.split(len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1]))
     codes, scales = zip(*pool.map(lambda chunk: quantizer.encode(chunk, global_scale), chunks), strict=True)
     stored, stored_scales = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)

@@ -355,21 +355,9 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
     return family
 
 
-def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """`Family.unquantized` of a model, by its config.json; empty for an unknown family."""
-    family = find_family(config.get("model_type"))
-    return () if family is None else family.unquantized
-
-
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
     return _experts(config) is not None
-
-
-def stores_stacks(config: Mapping[str, Any]) -> bool:
-    """Whether checkpoints of a model, by its config.json, store experts in stacks."""
-    experts = _experts(config)
-    return experts is not None and experts.stored_in_stacks
 
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
