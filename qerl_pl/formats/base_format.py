@@ -271,13 +271,13 @@ class StoredExperts:
         linears = itertools.chain(*self._linears(GATE_UP), *self._linears(DOWN))
         return {tensor for linear in linears for tensor in self.base_format.tensor_names(linear)}
 
-    def weight(self, matrix: str, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> StackedWeight:
+    def weight(self, matrix: str, dtype: torch.dtype, place: Place) -> StackedWeight:
         """One of GATE_UP and DOWN of all experts."""
         if self.experts.stored_in_stacks:
             return self.base_format.expert_stack(f"{self.stacked}.{matrix}", self.tensors, dtype, place)
         return self.base_format.stacked_weight(self._linears(matrix), self.tensors, dtype, place)
 
-    def biases(self, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def biases(self, dtype: torch.dtype, place: Place) -> dict[str, Tensor]:
         """Of both matrices by the names in `BIASES`; empty where experts have none."""
         if not self.experts.stored_in_stacks:
             return {}

@@ -146,12 +146,9 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     family = find_family(config.model_type)
     # SDPA has neither soft caps nor sinks.
     eager = family is not None and (family.score_cap is not None or family.sinks is not None)
+    attention = "eager" if eager else "sdpa"
     model: PreTrainedModel = _causal_lm_class(folder, config).from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=dtype,
-        attn_implementation="eager" if eager else "sdpa",
+        None, config=config, state_dict=state, dtype=dtype, attn_implementation=attention
     )
     for name, parameter in model.named_parameters():  # transformers has cast all
         if family is not None and family.keeps_precision(name):
@@ -160,36 +157,27 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def write_dense_checkpoint(src: Path, dst: Path, dtype: torch.dtype) -> Path:
-    """Write a dense copy of a checkpoint, see `fill_dense_folder`, to a folder that is created atomically.
-
-    Returns:
-        `dst`; an existing folder is left as it is.
-    """
-    if dst.is_dir():
-        return dst
-    with atomic_directory(dst) as folder:
-        fill_dense_folder(src, folder, dtype)
+    """Write a dense copy of a checkpoint to a folder that is created atomically, and left as it is if it exists."""
+    if not dst.is_dir():
+        with atomic_directory(dst) as folder:
+            fill_dense_folder(src, folder, dtype)
     return dst
 
 
 def fill_dense_folder(
     src: Path, folder: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
 ) -> None:
-    """Write a dense copy of a checkpoint into an existing folder, a few GiB in memory at a time.
+    """Write a dense copy of a checkpoint in any base format into an existing folder, a few GiB in memory at a time.
 
-    Args:
-        src: A model folder, in any base format.
-        folder: Of the copy.
-        dtype: Data type of the copy.
-        change: Maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
+    `change` maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
     """
-    family = find_family(read_config(src).get("model_type"))
+    config = read_config(src)
+    family = find_family(config.get("model_type"))
     writer = ShardWriter(folder)
     for name, tensor in iterate_dense(src, torch.float32 if change else dtype):
         keeps = family is not None and family.keeps_precision(name)
         writer.add(name, change(name, tensor).to(dtype) if change and not keeps else tensor)
     writer.finish()
-    config = read_config(src)
     config.pop("quantization_config", None)
     config.pop("torch_dtype", None)
     copy_other_files(src, folder, config | {"dtype": str(dtype).removeprefix("torch.")})

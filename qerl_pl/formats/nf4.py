@@ -55,12 +55,7 @@ def _stored_state(tensor: Tensor) -> dict[str, Any]:
 
 
 class NF4Weight:
-    """A frozen NF4 weight, dequantized by bitsandbytes; a `FrozenWeight`.
-
-    Args:
-        packed: uint8, N K/2 elements.
-        state: Its `QuantState`, with or without double quantization.
-    """
+    """A frozen NF4 weight of N K/2 bytes, dequantized by bitsandbytes; `state` is its `QuantState`, nested or not."""
 
     alpha = 1.0
 

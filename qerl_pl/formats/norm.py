@@ -29,11 +29,7 @@ class Float32RMSNorm(nn.Module):
 
     @classmethod
     def of(cls, name: str, norm: nn.Module) -> Self:
-        """Replacement of a transformers RMSNorm.
-
-        Raises:
-            UserError: The module is no RMSNorm that this class computes.
-        """
+        """Replacement of a transformers RMSNorm; UserError if the module is none that this class computes."""
         family = family_of_class(type(norm).__name__, "RMSNorm")
         if family is None:
             known = ", ".join(f"{family.classes}RMSNorm" for family in FAMILIES)

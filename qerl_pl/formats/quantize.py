@@ -75,15 +75,7 @@ def quantize_checkpoint(
     A checkpoint in the format already is copied as it is, if DST thereby has something left out: other models than that
     of text, or what `BaseFormat.is_mixed` says, which is dequantized. 16 bits are such a format: `none`.
 
-    Args:
-        src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
-        dst: Folder to write; must not exist, and appears only when it is complete.
-        format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; `none`, the
-            text model of a model of text and images as it is; or the import path of a `BaseFormat`.
-        device: Device of the arithmetic. `auto` is the GPU where there is one.
-        loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
-            (LoftQ, arXiv 2310.08659); None writes none.
+    Arguments are those of `qerl quantize`.
 
     Raises:
         UserError: `dst` exists, `src` is no model folder, is of no known family, inconsistent or already quantized, has
@@ -339,12 +331,8 @@ def _report(format: str, errors: dict[str, float], path: Path) -> None:
 def local_folder(path: str, key: str = "model.policy.path") -> Path:
     """The folder of a model or adapter, by its path or by its name on the hub, which is downloaded once.
 
-    Args:
-        path: Folder or hub name.
-        key: Configuration key of the path, for error messages.
-
     Raises:
-        UserError: The path is neither a folder nor a model of the hub.
+        UserError: The path, the value of the setting `key`, is neither a folder nor a model of the hub.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -379,12 +367,7 @@ def config_in_reach(path: str) -> dict[str, Any]:
 
 
 def check_quantization(config: Mapping[str, Any], source: object, quantization: str) -> BaseFormat:
-    """The format of a model that is in the requested format, or that can be quantized to it.
-
-    Args:
-        config: Its config.json.
-        source: Its folder or name, for error messages.
-        quantization: The requested format.
+    """The format, by its config.json, of a model that is in the requested format, or that can be quantized to it.
 
     Raises:
         UserError: It is quantized in another format, or in none that trains.
@@ -399,11 +382,7 @@ def check_quantization(config: Mapping[str, Any], source: object, quantization: 
 
 
 def in_format(source: Path, quantization: str) -> Path:
-    """The folder of a model in a format: `source`, or a copy that is quantized once and cached.
-
-    Raises:
-        UserError: The weights are quantized in another format.
-    """
+    """The folder of a model in a format: `source`, or a copy that is quantized once and cached."""
     config = read_config(source)
     base_format = check_quantization(config, source, quantization)
     mixed = base_format is not DENSE and base_format.is_mixed(config.get(_KEY), TensorFiles(source))
