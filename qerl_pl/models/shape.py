@@ -117,12 +117,10 @@ class Shape:
         family = family_of(config.model_type)
         if family.keys_as_values is None:
             return cls._of_heads(config, config)
-        # Heads differ between layers with a window and with full attention.
+        # Heads differ between layers with a window and with full attention, of which the last layer is always one.
         layers = tuple(index for index, kind in enumerate(config.layer_types) if kind == "full_attention")
         window = min(set(range(config.num_hidden_layers)) - set(layers), default=0)
         shape = cls._of_heads(config, config.per_layer_config[window])
-        if not layers:
-            return shape
         full = replace(
             cls._of_heads(config, config.per_layer_config[layers[0]]),
             has_v=not family.layers_without_values(config),

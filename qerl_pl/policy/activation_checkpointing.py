@@ -88,8 +88,8 @@ class ActivationCheckpointing:
         mlp_tile_tokens: Tiles = None,
         reference: PreTrainedModel | None = None,
     ) -> None:
-        self._base, self._has_dropout, self._dtype, self._enabled = base, has_dropout, dtype, False
-        self._reference = reference
+        self._base, self._reference, self._has_dropout, self._dtype = base, reference, has_dropout, dtype
+        self._enabled = False
         can_tile = not has_dropout and any(type(module) is GatedMLP for module in base.modules())
         self.candidates = candidate_settings(requested, mlp_tile_tokens, can_tile)
         """Settings to choose from."""

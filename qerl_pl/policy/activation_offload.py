@@ -6,7 +6,7 @@ own, the backward pass fetches a layer's input while the layer above computes, a
 """
 
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,10 +123,6 @@ class ActivationOffload(saved_tensors_hooks):
         self._last: OffloadedTensor | None = None
         self._copying: Tensor | None = None
         super().__init__(self.pack, self.unpack)
-
-    def __enter__(self) -> Self:  # type: ignore[override]
-        super().__enter__()
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._finish_copy()
