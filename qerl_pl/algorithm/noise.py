@@ -33,7 +33,7 @@ class NormNoise:
     """Whether the noise is proportional to each norm's scale w: Z ~ N(0, (sigma * rms(w))^2)."""
 
     def of_norm(self, name: str, clean: Tensor) -> Tensor:
-        """Noise to add to a norm's scale [size] without noise, on any device: float32 [size] on the CPU; see `draw`."""
+        """Noise for a norm's `clean` scale [size], on any device: float32 [size] on the CPU; see `draw`."""
         noise = self.draw(name, clean.numel())
         return noise * rms(clean) if self.relative else noise
 

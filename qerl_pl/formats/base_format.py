@@ -75,7 +75,7 @@ class BaseFormat(ABC):
         return tuple(f"{linear}.{suffix}" for suffix in self.suffixes)
 
     def stored_names(self, tensors: TensorFiles) -> dict[str, tuple[str, ...]]:
-        """Names of the tensors that store each one of the equivalent dense checkpoint, by its name."""
+        """Names of the stored tensors that make up each tensor of the equivalent dense checkpoint, by its name."""
         names = {}
         for name in tensors:
             linear, _, suffix = name.rpartition(".")

@@ -156,8 +156,14 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
 def quantization_config(compression: str, group_size: int, strategy: str, scale_dtype: str) -> dict[str, Any]:
     """`quantization_config` of a checkpoint whose linears, except lm_head, have 4-bit float weights."""
     weights = {
-        **{"num_bits": 4, "type": "float", "symmetric": True, "group_size": group_size, "strategy": strategy},
-        **{"dynamic": False, "scale_dtype": scale_dtype, "observer": "memoryless_minmax"},
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": group_size,
+        "strategy": strategy,
+        "dynamic": False,
+        "scale_dtype": scale_dtype,
+        "observer": "memoryless_minmax",
     }
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {

@@ -339,7 +339,7 @@ def _prefill(plan: RunPlan) -> float:
 
 
 def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
-    """Tokens of the longest completion of a prompt of so many that is a micro-batch of its own and fits, or 0.
+    """Tokens of the longest completion that fits, alone with a prompt of so many in a micro-batch; 0 where none does.
 
     The engine's cache is as set, or holds one such sequence where that is more.
     """

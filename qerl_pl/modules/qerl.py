@@ -138,9 +138,10 @@ class QeRLModule(PolicyModule):
         if self.teacher is not None:
             experience = self._with_teacher(self.teacher, experience)
             metrics["time/teacher_s"] = time.perf_counter() - start
+        optimizer, schedule = self.optimizer_and_schedule()
         with self.failing_state_saved():
-            stepping, ranks = self.optimizer_and_schedule(), communicator_of(self.trainer)
-            metrics |= self.update.run(self.policy, experience, *stepping, self.manual_backward, ranks)
+            ranks = communicator_of(self.trainer)
+            metrics |= self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
         self.policy_version += 1
         metrics["time/update_s"] = seconds = time.perf_counter() - start
         metrics["perf/tokens_per_s"] = experience.sampled_tokens / (experience.seconds + seconds)

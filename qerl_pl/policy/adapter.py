@@ -88,7 +88,7 @@ class SavedAdapter:
         return load_file(self.folder / SAFETENSORS_WEIGHTS_NAME)
 
     def spec(self, config: LoraConfig) -> LoraSpec:
-        """The adapter's settings, with the dropout of `config`; UserError if that sets another value of others."""
+        """The adapter's settings, with the dropout of `config`; UserError if that has another rank or alpha, say."""
         for name in ("rank", "alpha", "targets", "use_rslora"):
             given, saved = vars(config)[name], vars(self.lora)[name]
             same = set(given) == set(saved) if isinstance(given, tuple | list) else given == saved
