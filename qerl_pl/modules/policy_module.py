@@ -212,11 +212,16 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
+    def optimizer_and_schedule(self) -> tuple[LightningOptimizer, LRScheduler]:
+        """The only ones of the training."""
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
+        return optimizer, schedule
+
     def on_train_start(self) -> None:
         """Set the configuration's learning rate and weight decay, also in a resumed run."""
         self._is_changed = True
-        optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
+        optimizer, schedule = self.optimizer_and_schedule()
         for index, (group, rates) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
             if isinstance(schedule, LambdaLR):
                 group.update(rates)
@@ -239,11 +244,7 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> "PolicyModule":
-        """Refuse what needs a trainer: checkpoints lack the base model.
-
-        Raises:
-            UserError: Always.
-        """
+        """Raise UserError: checkpoints lack the base model, which a trainer's module loads."""
         raise UserError(
             f"a checkpoint is loaded into a {cls.__name__} by a Trainer, without one {checkpoint_path} cannot be; give "
             "it as ckpt_path to trainer.fit, validate or test, or export it by `qerl export`"
@@ -281,11 +282,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             )
         config = self.policy_config
         check_fits(
-            state,
-            base=self.base_identity,
-            finetune=config.finetune,
-            scaling=config.scaling,
-            start=self.start_identity,
+            state, base=self.base_identity, finetune=config.finetune, scaling=config.scaling, start=self.start_identity
         )
         steps = state["steps_per_batch"]
         if self.trainer.state.fn == TrainerFn.FITTING and steps != self.steps_per_batch:

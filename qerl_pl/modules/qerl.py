@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 
 from qerl_pl.algorithm.noise import NormNoise
@@ -108,13 +106,10 @@ class QeRLModule(PolicyModule):
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""
         super().configure_model()
-        if self._learns_from_teacher and self.teacher is None:
+        learns = self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher
+        if learns and self.teacher is None:
             dtype, device = self.policy_config.torch_dtype, self.trainer.strategy.root_device
             self.teacher = Teacher(self.teacher_config, self.teacher_folder, dtype, device)
-
-    @property
-    def _learns_from_teacher(self) -> bool:
-        return self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher
 
     @cached_property
     def teacher_folder(self) -> Path:
@@ -142,7 +137,10 @@ class QeRLModule(PolicyModule):
         if self.teacher is not None:
             experience = self._with_teacher(self.teacher, experience)
             metrics["time/teacher_s"] = time.perf_counter() - start
-        metrics |= self._run_update(experience)
+        optimizer, schedule = self.optimizer_and_schedule()
+        with deterministic():
+            ranks = communicator_of(self.trainer)
+            metrics |= self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
         self.policy_version += 1
         metrics["time/update_s"] = seconds = time.perf_counter() - start
         metrics["perf/tokens_per_s"] = experience.sampled_tokens / (experience.seconds + seconds)
@@ -155,13 +153,6 @@ class QeRLModule(PolicyModule):
         if self.objective.needs_teacher_kl:
             return replace(experience, teacher_states=teacher.states(experience, mask, limit))
         return replace(experience, teacher_logprobs=teacher.logprobs(experience, mask, limit))
-
-    def _run_update(self, experience: Experience) -> dict[str, float]:
-        optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
-        with deterministic():
-            ranks = communicator_of(self.trainer)
-            return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 

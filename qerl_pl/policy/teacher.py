@@ -44,11 +44,7 @@ class TeacherConfig:
         object.__setattr__(self, "path", None if self.path is None else os.fspath(self.path))
 
     def folder(self, policy: PolicyConfig) -> Path:
-        """Local folder of the teacher of a policy.
-
-        Raises:
-            UserError: `path` is neither a folder nor a model of the hub.
-        """
+        """Local folder of the teacher of a policy; UserError if `path` is neither a folder nor a model of the hub."""
         return policy.source_folder() if self.path is None else local_folder(self.path, "model.teacher.path")
 
     def torch_dtype(self, policy: torch.dtype) -> torch.dtype:
@@ -75,12 +71,9 @@ class TeacherConfig:
 
 
 def check_same_tokens(teacher: Path, student: Path) -> None:
-    """Check that student and teacher have the same token ids.
+    """Raise UserError if a folder has no tokenizer, a token has other ids, or the teacher's output layer is smaller.
 
-    The output layer of the teacher may be larger: models of one family pad the same vocabulary differently.
-
-    Raises:
-        UserError: A folder has no tokenizer, a token has other ids, or the teacher's output layer is smaller.
+    It may be larger: models of one family pad the same vocabulary differently.
     """
     vocabularies = []
     for folder in (teacher, student):
