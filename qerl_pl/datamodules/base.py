@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
 from qerl_pl.datamodules.table_files import first_line
-from qerl_pl.datamodules.tables import draw
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide
 from qerl_pl.runtime.communicator import planned_ranks
@@ -180,22 +179,23 @@ class ResumableDataModule(LightningDataModule, ABC):
                 f"prompts{which}; lower {'one of them' if held_out else 'it'}."
             )
 
-    def _short(self, lengths: Sequence[int], limit: str, use: str) -> list[int]:
-        """Indices of the rows whose tokens are within the limit of that name; UserError if there is none."""
-        most, rows = getattr(self, limit), self._content.removeprefix("training ")
-        short = [index for index, length in enumerate(lengths) if length <= most]
+    def _short(self, rows: Sequence[Any], limit: str, use: str) -> list[Any]:
+        """The rows whose tokens are within the limit of that name; UserError if there is none."""
+        most, kind = getattr(self, limit), self._content.removeprefix("training ")
+        short = [row for row in rows if len(row.token_ids) <= most]
         if not short:
             raise UserError(
-                f"{use} needs {rows} of at most {limit}={most} tokens; none of {len(lengths)} is, the shortest has "
-                f"{min(lengths)}; raise it, or choose other rows."
+                f"{use} needs {kind} of at most {limit}={most} tokens; none of {len(rows)} is, the shortest has "
+                f"{min(len(row.token_ids) for row in rows)}; raise it, or choose other rows."
             )
-        log.info(f"{len(short)} {use} {rows}; {len(lengths) - len(short)} longer than {limit}={most} dropped")
+        log.info(f"{len(short)} {use} {kind}; {len(rows) - len(short)} longer than {limit}={most} dropped")
         return short
 
-    def _hold_out(self, ids: Sequence[str], count: int) -> tuple[list[int], list[int]]:
-        """Indices of the rows to validate on, drawn by seed and id, and of the others."""
-        held_out = draw(ids, count, self.seed)
-        return held_out, sorted({*range(len(ids))} - {*held_out})
+    def _hold_out(self, rows: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
+        """The rows to validate on, drawn by seed and id so that another token limit changes few, and the others."""
+        drawn = sorted(rows, key=lambda row: stream_seed(self.seed, "held out", row.id))[:count]
+        ids = {row.id for row in drawn}
+        return sorted(drawn, key=lambda row: (len(row.id), row.id)), [row for row in rows if row.id not in ids]
 
     def _set_train(self, rows: Sequence[Any]) -> None:
         self._train = rows

@@ -11,7 +11,6 @@ from typing import Any
 
 from qerl_pl.datamodules.table_files import SUFFIXES, first_line, read_file, read_hub, split_files
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger("qerl_pl")
 
@@ -262,16 +261,8 @@ def _conversation(value: Any, place: str) -> tuple[tuple[Mapping[str, str], ...]
     return tuple(turns), last
 
 
-def answers_by_prompt(train: Iterable[tuple[Any, Any]]) -> dict[Any, set[Any]]:
-    """The answers of each prompt, of the prompt and answer of each row."""
-    answers: dict[Any, set[Any]] = {}
-    for prompt, answer in train:
-        answers.setdefault(prompt, set()).add(answer)
-    return answers
-
-
 def warn_of_repeats(
-    answers: Mapping[Any, Collection[Any]], held_out: Collection[tuple[str, Any, Any]], rows: str, metric: str
+    train: Iterable[tuple[Any, Any]], held_out: Collection[tuple[str, Any, Any]], rows: str, metric: str
 ) -> None:
     """Warn of held-out rows that are trained on, compared by text: ids differ between sets.
 
@@ -279,20 +270,17 @@ def warn_of_repeats(
     a row; its answer does.
 
     Args:
-        answers: Of the training rows, see `answers_by_prompt`.
+        train: Prompt and answer of each training row.
         held_out: Id, prompt and answer of each row; the answer is None where it does not identify the row either.
-        rows: What they are called.
+        rows: What the held-out rows are called.
         metric: What is measured of them.
     """
+    answers: dict[Any, set[Any]] = {}
+    for prompt, answer in train:
+        answers.setdefault(prompt, set()).add(answer)
     shared = [id for id, prompt, answer in held_out if len(known := answers.get(prompt, set())) == 1 or answer in known]
     if shared:
         log.warning(
             f"{len(shared)} of {len(held_out)} {rows} (the first is that of {shared[0]}) are trained on, too: {metric} "
             f"there is not that of new {rows.rpartition(' ')[2]}; take them out of one of the two"
         )
-
-
-def draw(ids: Sequence[str], count: int, seed: int) -> list[int]:
-    """Indices of ids that are drawn by seed and id, so that another token limit or filter changes few of them."""
-    drawn = sorted(range(len(ids)), key=lambda index: stream_seed(seed, "held out", ids[index]))[:count]
-    return sorted(drawn, key=lambda index: (len(ids[index]), ids[index]))
