@@ -163,9 +163,9 @@ def test_arguments_of_the_chat_template_reach_it(tiny_policy_dir: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no format": ({"text": "a"}, {}, "row 1 of the training data: conversations have the columns .*; got text; ren"),
     "half a format": ({"prompt": "a"}, {}, "got prompt; rename"),
-    "mixed": ({"prompt": "a", "completion": DIALOGUE}, {}, "column prompt must have a list of messages .* got 'a'"),
-    "no messages": ({"messages": []}, {}, "column messages must have a list of messages"),
-    "no role": ({"messages": [{"content": "a"}]}, {}, "messages with role and content"),
+    "mixed": ({"prompt": "a", "completion": DIALOGUE}, {}, "with a role and a content; column prompt has 'a'"),
+    "no messages": ({"messages": []}, {}, "with a role and a content; column messages has .."),
+    "no role": ({"messages": [{"content": "a"}]}, {}, "messages with a role and a content"),
     "content in parts": (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, DIALOGUE[1]]},
         {},
@@ -314,8 +314,8 @@ def test_messages_may_be_text(tokenizer: PreTrainedTokenizerBase, name: str) -> 
 NOT_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
     "numpy's lists": ({"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'b'}]"}, "row 1 .* are JSON; colu"),
     "broken JSON": ({"messages": '[{"role": "user", "content": "a}]'}, "row 1 .*: messages that are text are JSON"),
-    "other objects": ({"messages": '[{"from": "human", "value": "a"}]'}, "column messages must have a list of mess"),
-    "plain text": ({"messages": "1+1?"}, "column messages must have a list of messages"),
+    "other objects": ({"messages": '[{"from": "human", "value": "a"}]'}, "a role and a content; column messages has"),
+    "plain text": ({"messages": "1+1?"}, "with a role and a content; column messages has"),
     "an empty question": ({"question": " \n", "answer": "2"}, "row 1 .*: a question and its answer must not be"),
     "an empty answer": ({"question": "1+1?", "answer": ""}, "row 1 .*: a question and its answer must not be"),
 }  # fmt: skip

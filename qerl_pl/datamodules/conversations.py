@@ -29,6 +29,7 @@ from qerl_pl.chat.template import (
 from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
 from qerl_pl.datamodules.tables import (
     ANSWER_MARK,
+    checked_messages,
     messages_of_text,
     read_table,
     table_source,
@@ -218,10 +219,10 @@ class ConversationDataModule(ResumableDataModule):
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt, completion
         if messages is not None:
-            return _checked(messages, "messages"), 0
+            return checked_messages(messages, "column messages"), 0
         if prompt is not None and completion is not None:
-            prompt = _checked(prompt, "prompt")
-            return [*prompt, *_checked(completion, "completion")], len(prompt)
+            prompt = checked_messages(prompt, "column prompt")
+            return [*prompt, *checked_messages(completion, "column completion")], len(prompt)
         if question is None or answer is None:
             columns = ", ".join(name for name, value in row.items() if value is not None)
             raise UserError(f"conversations have the columns {_FORMATS}; got {columns or 'nothing'}; rename them")
@@ -310,22 +311,6 @@ def _cached(
     tensors = load_file(file)
     sizes = tensors["lengths"].tolist()
     return zip(tensors["tokens"].split(sizes), tensors["trained"].split(sizes), strict=True)
-
-
-def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
-    """A list of messages; UserError for anything else."""
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(
-            isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one for one in messages
-        )
-    ):
-        raise UserError(
-            f"the column {column} must have a list of messages with role and content, or prompt and completion text; "
-            f"got {messages!r:.60}; correct it"
-        )
-    return messages
 
 
 def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -88,7 +88,7 @@ def read_table(
     source = "the list of rows"
     if not isinstance(path, str):
         rows: Sequence[Any] = path
-    elif files := split_files(path, split, key, subset):
+    elif files := split_files(path, split, subset, key):
         rows = [row for file in files for row in read_file(file)]
         source = str(files[0] if len(files) == 1 else path)
     elif path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(SUFFIXES):
@@ -243,17 +243,25 @@ def _reference(answer: str) -> str:
     return without_thousands(rest.strip()) if mark else rest.strip()
 
 
+def checked_messages(value: Any, place: str, text_only: bool = False) -> list[Mapping[str, Any]]:
+    """A list of messages; UserError for anything else, and for contents that are no text where they must be."""
+    messages = value if isinstance(value, list) else []
+    kinds = {"role": str, "content": str if text_only else object}
+    if not messages or not all(
+        isinstance(one, Mapping) and all(key in one and isinstance(one[key], kinds[key]) for key in kinds)
+        for one in messages
+    ):
+        text = ", which are text" if text_only else ""
+        raise UserError(
+            f"a conversation is a list of messages with a role and a content{text}; {place} has {value!r:.80}; "
+            "correct it"
+        )
+    return messages
+
+
 def _conversation(value: Any, place: str) -> tuple[tuple[Mapping[str, str], ...], str]:
     """Messages up to the last that is not the assistant's, and the assistant's answer to it, or ""."""
-    messages = value if isinstance(value, list) else []
-    if not messages or not all(
-        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in _MESSAGE)
-        for message in messages
-    ):
-        raise UserError(
-            f"a conversation is a list of messages with a role and a content, which are text; {place} has "
-            f"{value!r:.80}; correct it"
-        )
+    messages = checked_messages(value, place, text_only=True)
     turns = [{key: text for key, text in message.items() if text is not None} for message in messages]
     last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""
     if not turns:
