@@ -26,7 +26,7 @@ from qerl_pl.chat.template import (
     messages_of,
     render_conversation,
 )
-from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
+from qerl_pl.datamodules.base import ResumableDataModule
 from qerl_pl.datamodules.tables import (
     ANSWER_MARK,
     checked_messages,
@@ -159,17 +159,14 @@ class ConversationDataModule(ResumableDataModule):
         rows, val_rows = self.train_rows(), self.val_rows()
         held_out = self.val_size if val_rows is None else 0
         self._check_settings(stage, len(rows), held_out)
-        tokenizer = load_tokenizer(self.trainer, self.tokenizer)
-        train = self._render(tokenizer, rows, "training")
-        self._check_sizes(len(train), held_out)
-        if val_rows is None:
-            self._val, train = self._hold_out(train, self.val_size)
-        elif self.val_size:
+        tokenizer = self._load_tokenizer()
+        self._val = self._set_train(self._render(tokenizer, rows, "training"), held_out)
+        if val_rows is not None and self.val_size:
             self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
-        self._set_train(train)
         if self._val:
             held_out_rows = [(row.id, *row.prompt_and_answer) for row in self._val]
-            warn_of_repeats((row.prompt_and_answer for row in train), held_out_rows, "validation rows", "the loss")
+            train = (row.prompt_and_answer for row in self._train)
+            warn_of_repeats(train, held_out_rows, "validation rows", "the loss")
 
     def val_dataloader(self) -> DataLoader[ConversationBatch]:
         """The held-out conversations, in fixed order."""

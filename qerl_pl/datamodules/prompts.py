@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import Chat, TemplateFrame, render_prompts
-from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
+from qerl_pl.datamodules.base import ResumableDataModule
 from qerl_pl.datamodules.tables import Row, TableConfig, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.runtime.checks import SamplingCallback
@@ -25,9 +25,6 @@ FixedLoaders = DataLoader[PromptBatch] | list[DataLoader[PromptBatch]]
 
 class PromptDataModule(ResumableDataModule):
     """Batches (lists) of prompts; subclasses return the questions in `train_rows`.
-
-    Training batches are shuffled by (seed, epoch), independently of the global random state, and their position is
-    saved in checkpoints.
 
     Args:
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
@@ -110,21 +107,18 @@ class PromptDataModule(ResumableDataModule):
         # Before a tokenizer or model is loaded; some rows may be longer than `max_prompt_tokens`.
         val_count = self.val_count(len(rows)) if rows and held_out is None else 0
         self._check_settings(stage, len(rows) or None, val_count)
-        tokenizer = load_tokenizer(self.trainer, self.tokenizer)
+        tokenizer = self._load_tokenizer()
         if self.trainer is not None:
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, SamplingCallback):
                     self.tools = callback.open_environments(self.trainer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
-            self._val = {name: self._hold_out(prompts, self.val_size)[0] for name, prompts in rendered.items()}
+            self._val = {name: self._draw(prompts, self.val_size) for name, prompts in rendered.items()}
         if reads_train:
             prompts = self._render(tokenizer, rows, "training and validation" if val_count else "training")
-            val_count = self.val_count(len(prompts)) if held_out is None else 0
-            drawn, train = self._hold_out(prompts, val_count)
-            self._check_sizes(len(prompts), val_count)
+            drawn = self._set_train(prompts, self.val_count(len(prompts)) if held_out is None else 0)
             self._val = self._val if held_out is not None else {"": drawn}
-            self._set_train(train)
             self._warn_of_repeats(self._val, "validation")
         if reads_test:
             self._test = self._val if test_sets is None else self._render_sets(tokenizer, test_sets, "test")
@@ -245,7 +239,6 @@ class PromptDataModule(ResumableDataModule):
         if asked:
             log.warning(
                 f"{len(asked)} of {len(rows)} {use} prompts, that of row {asked[0].id} the first, have control tokens "
-                f"of the chat template ({', '.join(one for one in frame.control_tokens if one in asked[0].question)}) "
-                "and are a user's message all the same: a text that is rendered already begins with one, or ends as a "
-                "prompt does; to write a conversation, give its messages"
+                f"of the chat template, {', '.join(frame.control_tokens)}, and are a user's message all the same; to "
+                "write a conversation, give its messages"
             )
