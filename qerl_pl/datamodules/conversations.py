@@ -180,12 +180,37 @@ class ConversationDataModule(ResumableDataModule):
         """Conversations of at most `max_length` tokens, from a cache on disk if there are many."""
         rendered: Iterable[tuple[Tensor, Tensor]] = self._rendered(tokenizer, rows, use)
         if len(rows) >= CACHED_ROWS and tokenizer.is_fast:
-            settings = [tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt]
-            settings += [self.completion_only_loss, self.assistant_only_loss]
-            read = ([row.get(name) for name in _COLUMNS] for row in rows)
-            rendered = _cached(tokenizer, settings, read, rendered)
+            rendered = self._cached(tokenizer, rows, rendered)
         conversations = [Conversation(f"{use}-{number}", *tensors) for number, tensors in enumerate(rendered)]
         return self._short(conversations, "max_length", use)
+
+    def _cached(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Mapping[str, Any]],
+        rendered: Iterable[tuple[Tensor, Tensor]],
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        """The rendered rows from a cache on disk that one process of a machine fills and all of them map."""
+        settings = [
+            *(transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map),
+            *(tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt),
+            *(self.completion_only_loss, self.assistant_only_loss, TEMPLATE_DATE.isoformat()),
+        ]
+        digest = hashlib.sha256()
+        for item in chain([settings], ([row.get(name) for name in _COLUMNS] for row in rows)):
+            digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
+        folder = cache_root() / f"conversations-{digest.hexdigest()[:32]}"
+        file = folder / "conversations.safetensors"
+        with build_once(folder) as missing:
+            if missing:
+                tokens, trained = zip(*rendered, strict=True)
+                lengths = torch.tensor([len(row) for row in tokens])
+                tensors = {"tokens": torch.cat(tokens), "trained": torch.cat(trained), "lengths": lengths}
+                with atomic_directory(folder) as unfinished:
+                    save_file(tensors, unfinished / file.name)
+        tensors = load_file(file)
+        sizes = tensors["lengths"].tolist()
+        return zip(tensors["tokens"].split(sizes), tensors["trained"].split(sizes), strict=True)
 
     def _rendered(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
@@ -283,31 +308,6 @@ class ConversationDataModule(ResumableDataModule):
             tokens += ids
             trained += [learned and (self._full_sequence or place < end) for place in range(len(ids))]
         return torch.tensor(tokens, dtype=torch.int32), torch.tensor([False, *trained[1:]])
-
-
-def _cached(
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Sequence[Any],
-    rows: Iterable[Any],
-    rendered: Iterable[tuple[Tensor, Tensor]],
-) -> Iterable[tuple[Tensor, Tensor]]:
-    """The rendered rows from a cache on disk that one process of a machine fills and all of them map."""
-    about = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, *settings]
-    digest = hashlib.sha256()
-    for item in chain([[*about, TEMPLATE_DATE.isoformat()]], rows):
-        digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
-    folder = cache_root() / f"conversations-{digest.hexdigest()[:32]}"
-    file = folder / "conversations.safetensors"
-    with build_once(folder) as missing:
-        if missing:
-            tokens, trained = zip(*rendered, strict=True)
-            lengths = torch.tensor([len(row) for row in tokens])
-            tensors = {"tokens": torch.cat(tokens), "trained": torch.cat(trained), "lengths": lengths}
-            with atomic_directory(folder) as unfinished:
-                save_file(tensors, unfinished / file.name)
-    tensors = load_file(file)
-    sizes = tensors["lengths"].tolist()
-    return zip(tensors["tokens"].split(sizes), tensors["trained"].split(sizes), strict=True)
 
 
 def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
