@@ -6,6 +6,7 @@ import math
 import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from qerl_pl.errors import UserError, require_at_least
@@ -41,6 +42,7 @@ Verdict = bool | str | None
 """Whether both are equal, or the canonical form; None if it took too long, or there is no such form."""
 
 
+@dataclass(eq=False)
 class MathPool:
     """Grades with `math_grader.py` in worker processes, started when needed and replaced when killed.
 
@@ -55,12 +57,11 @@ class MathPool:
         workers: Number of processes; None takes one for each CPU core of this rank.
     """
 
-    def __init__(self, seconds: float, batch_seconds: float, workers: int | None) -> None:
-        self.seconds = seconds
-        self.batch_seconds = batch_seconds
-        self.workers = workers
-        self.processes: ProcessPool | None = None
-        self._timed_out: set[Pair] = set()
+    seconds: float
+    batch_seconds: float
+    workers: int | None
+    processes: ProcessPool | None = field(default=None, init=False)
+    _timed_out: set[Pair] = field(default_factory=set, init=False)
 
     def equivalent(self, pairs: Sequence[Pair], batch: int = 0) -> list[bool]:
         """Whether reference and answer of each pair are equal; False if that fails or takes longer than the limits.
