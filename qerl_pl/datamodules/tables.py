@@ -245,12 +245,9 @@ def _reference(answer: str) -> str:
 
 def checked_messages(value: Any, place: str, text_only: bool = False) -> list[Mapping[str, Any]]:
     """A list of messages; UserError for anything else, and for contents that are no text where they must be."""
-    messages = value if isinstance(value, list) else []
-    kinds = {"role": str, "content": str if text_only else object}
-    if not messages or not all(
-        isinstance(one, Mapping) and all(key in one and isinstance(one[key], kinds[key]) for key in kinds)
-        for one in messages
-    ):
+    messages, kind = value if isinstance(value, list) else [], str if text_only else object
+    are_mappings = all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages)
+    if not messages or not are_mappings or not all("content" in m and isinstance(m["content"], kind) for m in messages):
         text = ", which are text" if text_only else ""
         raise UserError(
             f"a conversation is a list of messages with a role and a content{text}; {place} has {value!r:.80}; "
