@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.formats.fp4 import NVFP4_CONFIG, STACKS_CONFIG, MXFP4StacksFormat
-from qerl_pl.models.families import DOWN, GATE_UP, find_family, fused_group, stores_stacks, unquantized
+from qerl_pl.models.families import DOWN, GATE_UP, family_of, find_family, fused_group
 from qerl_pl.models.folder import ShardWriter
 from qerl_pl.models.shape import Shape
 from qerl_pl.policy.policy import Policy
@@ -187,6 +187,11 @@ def cache_gib(config: dict[str, Any], tokens: float, sequences: int) -> float:
     return 1.05 * each * sequences / 2**30
 
 
+def _stores_stacks(config: dict[str, Any]) -> bool:
+    experts = family_of(config["model_type"]).experts
+    return experts is not None and experts.stored_in_stacks
+
+
 def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes of a model's tensors by their names in a checkpoint in 16 bits, which has experts by themselves or, of
     gpt-oss, in stacks."""
@@ -195,7 +200,7 @@ def published_sizes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     sizes: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         stem, _, matrix = name.rpartition(".")
-        if not stem.endswith(".experts") or stores_stacks(config):
+        if not stem.endswith(".experts") or _stores_stacks(config):
             sizes[name] = tuple(parameter.shape)
             continue
         experts, rows, columns = parameter.shape
@@ -232,7 +237,8 @@ def write_random(
 
 
 def _write(folder: Path, config: dict[str, Any], device: torch.device, nvfp4: bool, codes: bool) -> None:
-    ignored, stacks = {"ignore": [*NVFP4_CONFIG["ignore"], *unquantized(config)]}, stores_stacks(config)
+    unquantized = family_of(config["model_type"]).unquantized
+    ignored, stacks = {"ignore": [*NVFP4_CONFIG["ignore"], *unquantized]}, _stores_stacks(config)
     quantization = {"quantization_config": STACKS_CONFIG if stacks else NVFP4_CONFIG | ignored} if nvfp4 else {}
     (folder / "config.json").write_text(json.dumps(config | quantization))
     build_tokenizer().save_pretrained(folder)

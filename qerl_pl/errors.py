@@ -4,34 +4,23 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
-
-_FILE_SYSTEM = {
-    getattr(errno, name)
-    for name in ("EACCES", "EPERM", "EROFS", "EISDIR", "ENOTDIR", "ENAMETOOLONG", "ELOOP", "ENOSPC", "EDQUOT", "EEXIST")
-}
-"""Errors of the file system that a user can correct. Not ENOENT: this package checks files before it reads them."""
+from typing import Any
 
 
 class UserError(ValueError):
     """Invalid input; the message is one line: the rule, the input, the remedy."""
 
 
-def chain_of_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and its chain of causes."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
-
-
 def explain_file_error(error: OSError) -> str | None:
-    """The line for a file that the system refuses; None for other errors, and for those without a file's name."""
-    if error.errno not in _FILE_SYSTEM or error.filename is None:
+    """The line for a file that the system refuses; None without a file's name, and for one that is not there.
+
+    This package checks that a user's files are there before it reads them.
+    """
+    if error.filename is None or error.errno == errno.ENOENT:
         return None
     path = os.fsdecode(error.filename)
     return f"a run must read and write its files; {path}: {error.strerror}; correct that, or choose another path"
@@ -50,8 +39,6 @@ def require_at_least(least: int, values: Mapping[str, int | None]) -> None:
         UserError: A value is smaller.
     """
     for name, value in values.items():
-        if value is not None and not isinstance(value, int | float):
-            raise UserError(f"{name} must be a number; got {value!r:.60}; set it to {least} or more")
         if value is not None and value < least:
             raise UserError(f"{name} must be at least {least}; got {value}; set it to {least} or more")
 
@@ -64,31 +51,6 @@ def require_one_of(choices: Sequence[str], name: str, value: object) -> None:
     """
     if value not in choices:
         raise UserError(f"{name} must be one of {', '.join(choices)}; got {value!r}; choose one of them.")
-
-
-def require_type(kind: type, values: Mapping[str, object], remedy: str) -> None:
-    """Refuse settings (by name) of another type, which Python itself does not check.
-
-    Raises:
-        UserError: A value is not of the type.
-    """
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            got = " ".join(repr(value).split())
-            raise UserError(f"{name} must be of {kind.__name__}; got {got:.60}; {remedy}")
-
-
-def path_text(name: str, value: object) -> str | None:
-    """A path as text, which a checkpoint can hold; None passes.
-
-    Raises:
-        UserError: It is neither text nor a path.
-    """
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if value is not None:
-        require_type(str, {name: value}, "name a folder or a model of the hub")
-    return cast(str | None, value)
 
 
 class Preempted(Exception):

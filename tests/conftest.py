@@ -1,5 +1,6 @@
 """Fixtures that more than one test file uses, and the environment that all tests share."""
 
+import gc
 import os
 import shutil
 import sys
@@ -25,28 +26,26 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TRITON_INTERPRET", str(int(not torch.cuda.is_available())))
     # Small tensors: more threads only wait for each other, and sums come out the same on every machine.
     torch.set_num_threads(1)
+    gc.disable()  # imports make a million objects that stay: searching them takes a third of the time of collecting
 
+
+PROCESS_FILES = (
+    *("test_ranks", "test_resume", "test_environment_runs", "test_full_ranks", "test_killed", "test_start"),
+    *("test_terminal", "test_sft", "test_sft_page", "test_environment_page"),
+)
+"""Files whose processes come from one that imports the package, which takes seven seconds: one worker runs them all."""
 
 VLLM_FILES = (
-    "test_continued",
-    "test_dialogue_rollouts",
-    "test_engines",
-    "test_families",
-    "test_full",
-    "test_gpt_oss",
-    "test_kv_cache_dtype",
-    "test_ports",
-    "test_replay",
-    "test_terminal",
-    "test_vllm_compat",
-    "test_vllm_sampler",
+    *("test_engines", "test_families", "test_delta_nets", "test_dialogue_rollouts", "test_replay", "test_continued"),
+    *("test_full", "test_kv_cache_dtype", "test_gpt_oss", "test_ports", "test_vllm_adapter", "test_vllm_compat"),
+    *("test_vllm_decode_gemm", "test_vllm_experts", "test_vllm_marlin", "test_vllm_sampler"),
 )
-"""Files that import vLLM, which takes ten seconds: one worker runs them all."""
+"""Files that import vLLM, which takes ten seconds: another runs these."""
 
 SLOW_FILES = (
-    *("test_ranks", "test_environment_runs", *VLLM_FILES, "test_resume", "test_configs", "test_math_answer"),
-    *("test_docs", "test_fit", "test_environments", "test_decode_gemm", "test_reference_trajectory", "test_sft"),
-    *("test_mistakes", "test_start", "test_evaluation", "test_left_behind", "test_hostile_tools", "test_dry_run"),
+    *(*PROCESS_FILES, *VLLM_FILES, "test_watch", "test_configs", "test_docs", "test_math_answer", "test_fit"),
+    *("test_environments", "test_decode_gemm", "test_reference_trajectory", "test_evaluation", "test_hostile_tools"),
+    *("test_left_behind", "test_dry_run"),
 )
 """Files that take longest, in that order."""
 
@@ -54,6 +53,13 @@ SLOW_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the slow files first: a file runs on one worker, and the other would wait for the last one."""
     items.sort(key=lambda item: SLOW_FILES.index(item.path.stem) if item.path.stem in SLOW_FILES else len(SLOW_FILES))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is not searched in the tests either, nor by vLLM, which does so at each engine's end."""
+    gc.freeze()
+    gc.enable()
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -64,7 +70,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file: str = super()._split_scope(nodeid)
-            return "vllm" if Path(file).stem in VLLM_FILES else file
+            name = Path(file).stem
+            return "processes" if name in PROCESS_FILES else "vllm" if name in VLLM_FILES else file
 
     config.option.loadscopereorder = False
     return Files(config, log)

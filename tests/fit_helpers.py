@@ -5,12 +5,15 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
+import pytest
 import yaml
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import save_file
@@ -128,7 +131,10 @@ def _child(words: list[str], prepare: Callable[[], None] | None, errors: Path) -
 def processes() -> multiprocessing.context.ForkServerContext:
     """Where processes come from that import the package once for all of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qerl_pl.cli.main", "fit_helpers"])
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server finds what it imports by this alone
+        forkserver.ensure_running()
     return context
 
 
@@ -166,8 +172,15 @@ def fit(settings: dict[str, Any], *extra: str, prepare: Callable[[], None] | Non
         extra: More arguments.
         prepare: As there.
     """
-    config = _written(settings)
+    config = config_file(settings)
     return command(["fit", "-c", str(config), *extra], config.with_suffix(".log"), prepare)
+
+
+def fit_here(settings: dict[str, Any], *extra: str) -> int:
+    """Run `qerl fit` in this process, which is fast: its exit status."""
+    from qerl_pl.cli.main import main
+
+    return main(["fit", "-c", str(config_file(settings)), *extra])
 
 
 def fit_on_ranks(
@@ -183,7 +196,7 @@ def fit_on_ranks(
     Returns:
         (exit status of each rank; everything that was printed).
     """
-    config, size, port = _written(settings), settings["trainer"]["devices"], free_port()
+    config, size, port = config_file(settings), settings["trainer"]["devices"], free_port()
     words, started = ["fit", "-c", str(config), *extra], []
     for rank in range(size):
         places = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
@@ -237,7 +250,8 @@ def _become(environment: dict[str, Any], prepare: Callable[[], None] | None) -> 
         prepare()
 
 
-def _written(settings: dict[str, Any]) -> Path:
+def config_file(settings: dict[str, Any]) -> Path:
+    """The configuration as a file beside the run's folder."""
     run = Path(settings["trainer"]["default_root_dir"])
     run.parent.mkdir(parents=True, exist_ok=True)
     config = run.parent / f"{run.name}.yaml"

@@ -47,3 +47,20 @@ def commands(path: Path) -> list[str]:
     """The command lines of the shell blocks, continued lines joined, comments left out."""
     lines = "".join(fences(path, "sh")).replace("\\\n", " ").splitlines()
     return [line.partition(" #")[0].strip() for line in lines if line.strip()]
+
+
+def together(lines: list[str]) -> list[str]:
+    """Command lines with the same files as one, where none sets what another sets: each takes a third of a second."""
+    joined: list[tuple[str, dict[str, str]]] = []
+    for line in lines:
+        head, *rest = line.split(" --")
+        options = {option.split()[0]: option for option in rest}
+        for other, given in joined:
+            new = [key for key, option in options.items() if given.get(key) != option]
+            touching = (f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in new for b in given)
+            if other == head and " -c " in head and "print_config" not in line and not any(touching):
+                given |= options
+                break
+        else:
+            joined.append((head, options))
+    return [" --".join([head, *options.values()]) for head, options in joined]

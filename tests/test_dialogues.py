@@ -119,6 +119,7 @@ def test_what_trains_is_what_was_sampled_in_ten_thousand_dialogues(template: str
         seen["truncated"] += completion.truncated
         seen["calls"] += completion.dialogue.calls
         seen["failed"] += completion.dialogue.failed_calls
+    assert max(len(turn.token_ids) for _, turn in engine.log) == 120
     assert min(seen[f"{turns} turns"] for turns in (1, 2, 3, 4)) > 20 and min(seen.values()) > 20
     assert all(session.closed == 1 for session in pool.sessions) and len(set(pool.seeds)) == count
 

@@ -44,7 +44,9 @@ NAMED = {
 }
 KEYS: dict[str, type] = {"rollout": RolloutCallback, **{key: kind for key, (kind, *_) in CALLBACKS.items()}}
 """Top-level keys of a configuration that are callbacks."""
-LINES = [(path, line) for path in GUIDE for line in pages.commands(path)]
+LINES = [line for path in GUIDE for line in pages.commands(path)]
+TOGETHER = pages.together(LINES)
+ALONE = [pytest.param(line, marks=pytest.mark.nightly) for line in LINES if line not in TOGETHER]
 
 
 @pytest.fixture(autouse=True)
@@ -166,35 +168,23 @@ def test_imports_point_the_way_that_contributing_says() -> None:
 # Commands and code ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("path", "line"), LINES, ids=[f"{path.stem}: {line}" for path, line in LINES])
-def test_a_command_is_understood(
-    path: Path, line: str, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("line", [*TOGETHER, *ALONE], ids=str)
+def test_a_command_is_understood(line: str, workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, command, *args = shlex.split(line)
+    monkeypatch.syspath_prepend(str(workdir))
+    monkeypatch.chdir(tmp_path if command == "configs" else workdir)
+    assert program in ("make", "python", "qerl")
     if program == "make":
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        return
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.chdir(workdir)
-    if program == "python":
+    elif program == "python":
         assert Path(command).is_file()
-        return
-    assert program == "qerl"
-    if command == "compare":
+    elif command == "compare":
         assert main([command, *args]) == 2 and len(args) == 2  # no such runs
-        return
-    if command == "completions":
-        assert main([command, *args, str(tmp_path / "page.html")]) == 0
-        return
-    if command == "configs":
-        monkeypatch.chdir(tmp_path)
-        assert main([command, *args]) == 0
-        return
-    if command in COMMANDS:
-        args.append("--print_config")
-    if any(arg.endswith("help") or arg.startswith("--print_config") for arg in args):
+    elif command in ("completions", "configs"):
+        assert main([command, *args, *[str(tmp_path / "page.html")] * (command == "completions")]) == 0
+    elif command in COMMANDS or any(arg.endswith("help") or arg.startswith("--print_config") for arg in args):
         with pytest.raises(SystemExit) as stop:
-            main([command, *args])
+            main([command, *args, *["--print_config"] * (command in COMMANDS)])
         assert stop.value.code == 0
     else:
         settings = built(command, *(arg for arg in args if arg != "--dry-run"))
@@ -216,7 +206,7 @@ def test_commands_in_the_prose_are_there() -> None:
             assert program != "make" or rest.split()[0] in targets, text
 
 
-@pytest.mark.parametrize("line", [line for _, line in LINES if line.startswith("qerl export")])
+@pytest.mark.parametrize("line", [line for line in LINES if line.startswith("qerl export")])
 def test_exports_run(line: str, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workdir)
     args = shlex.split(line)[1:]
@@ -391,7 +381,7 @@ def test_what_a_run_leaves_is_on_the_page(workdir: Path) -> None:
     written = {path for path in run.rglob("*") if path.is_file() and path.suffix != ".sha256"}
     told = {path for pattern in patterns for found in run.glob(pattern) for path in (found, *found.rglob("*"))}
     assert len(written) > 8 and written - told == set()
-    elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "failed", "model"} | {"evaluation"}
+    elsewhere = {"checkpoints/best-rollouts=*.ckpt", "checkpoints/abandoned", "model", "evaluation"}
     elsewhere |= {"evaluation.json", "evaluation.md", "validate"}  # of runs of another kind
     assert {pattern for pattern in patterns if not list(run.glob(pattern))} == elsewhere
     first, *_ = (run / "completions.jsonl").read_text().splitlines()

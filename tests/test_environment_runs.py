@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from fit_helpers import configuration, fit, fit_on_ranks
+from fit_helpers import configuration, fit
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_ranks import same_run
+from test_ranks import same_run, train
 
 from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
 from qerl_pl.callbacks.evaluation import environment_settings
@@ -26,13 +26,13 @@ from qerl_pl.modules import PolicyConfig, QeRLModule
 from qerl_pl.rewards import GSM8KAnswer
 from qerl_pl.toy.game import GuessNumber
 
-ROLLOUTS = 22
+ROLLOUTS = 5
 PATTERN = r"(?P<name>guess) (?P<number>\d+)"
 SPECIAL = r"<\|(?:pad|eos)\|>"
 """Special tokens, which a turn's message may hold and a record's completion leaves out."""
 
 
-def game(base: Path, run: Path, **rollout: Any) -> dict[str, Any]:
+def game(base: Path, run: Path, rollouts: int = ROLLOUTS, **rollout: Any) -> dict[str, Any]:
     """The run of `fit_helpers` with the guessing game, its own reward, and a checkpoint after each rollout."""
     config = configuration(base, run, summary=False)
     config["model"]["policy"]["lora"]["dropout"] = 0.0
@@ -40,7 +40,7 @@ def game(base: Path, run: Path, **rollout: Any) -> dict[str, Any]:
         "class_path": "qerl_pl.datamodules.GuessingDataModule",
         "init_args": {
             "game": {"highest": 7, "turns": 3},
-            "train_size": 2 * ROLLOUTS,
+            "train_size": 2 * rollouts,
             "batch_size": 2,
             "val_size": 3,
             "max_prompt_tokens": 64,
@@ -60,7 +60,7 @@ def game(base: Path, run: Path, **rollout: Any) -> dict[str, Any]:
         "group_size": 4,
         "sampling": {"max_tokens": 90},
     } | rollout
-    config["trainer"] |= {"max_epochs": 1, "val_check_interval": 11}
+    config["trainer"] |= {"devices": 1, "max_epochs": 1, "val_check_interval": rollouts}
     return config
 
 
@@ -74,10 +74,7 @@ def adapter(run: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(game_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("game") / "whole"
-    status, output = fit(game(game_policy_dir, run))
-    assert status == 0, output
-    return run
+    return train(game(game_policy_dir, tmp_path_factory.mktemp("game") / "whole"))
 
 
 def test_a_run_trains_on_dialogues_with_the_environments_reward(whole: Path) -> None:
@@ -137,10 +134,11 @@ def die_at(moment: int) -> None:
 
 @pytest.mark.nightly
 def test_killed_twenty_times_at_random_moments_a_run_ends_with_the_same_bits(
-    whole: Path, game_policy_dir: Path, tmp_path: Path
+    game_policy_dir: Path, tmp_path: Path
 ) -> None:
     rng, kills, times = random.Random(0), 0, 20
-    config = game(game_policy_dir, tmp_path / "run")
+    whole = train(game(game_policy_dir, tmp_path / "whole", 22))
+    config = game(game_policy_dir, tmp_path / "run", 22)
     while True:
         prepare: Callable[[], None] | None = partial(die_at, rng.randrange(15, 50)) if kills < times else None
         status, output = fit(config, "--resume", "auto", prepare=prepare)
@@ -161,13 +159,7 @@ def test_two_ranks_are_one_run(game_policy_dir: Path, tmp_path: Path) -> None:
         config = game(game_policy_dir, tmp_path / str(devices) / "run")
         config["model"]["optimizer"]["init_args"] = {"lr": 0.002}
         config["trainer"] |= {"devices": devices, "max_steps": 4 * 3, "val_check_interval": 2}
-        if devices == 1:
-            status, output = fit(config)
-            assert status == 0, output
-        else:
-            statuses, output = fit_on_ranks(config)
-            assert statuses == [0, 0], output
-        runs.append(tmp_path / str(devices) / "run")
+        runs.append(train(config))
     same_run(*runs)
 
 
@@ -205,9 +197,7 @@ def test_every_part_of_a_run_takes_dialogues(game_policy_dir: Path, tmp_path: Pa
     rollout["environment"]["max_turns"] = 8
     rollout["rewards"] = [{"class_path": "qerl_pl.rewards.OverlongPenalty", "init_args": {"max_length": 30}}]
     config["trainer"] |= {"max_steps": 16, "val_check_interval": 2}
-    status, output = fit(config)
-    assert status == 0, output
-    rows = lines(tmp_path / "run")
+    rows = lines(train(config))
     assert {row["version"] for row in rows} == set(range(4)) and any(not row["trained"] for row in rows)
     assert any(row["truncated"] for row in rows)
     for row in rows:  # sampled tokens alone: with the answers, a dialogue of 60 tokens would be at the full penalty

@@ -66,29 +66,34 @@ def evaluate(policy: Path, run: Path, sets: str, *more: str, command: str = "tes
     return json.loads((run / "evaluation.json").read_text())
 
 
+@pytest.fixture(scope="module")
+def whole(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory, sets: str) -> tuple[Path, dict[str, Any]]:
+    """Folder and report of an evaluation."""
+    run = tmp_path_factory.mktemp("evaluation") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["qerl"])
+        return run, evaluate(tiny_policy_dir, run, sets)
+
+
 def lines(run: Path) -> list[dict[str, Any]]:
     (file,) = (run / "evaluation").glob("*.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_report_has_every_metric_of_every_set(
-    tiny_policy_dir: Path, tmp_path: Path, sets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = evaluate(tiny_policy_dir, tmp_path, sets)
+def test_a_report_has_every_metric_of_every_set(whole: tuple[Path, dict[str, Any]]) -> None:
+    run, report = whole
     metrics = {"accuracy", "pass@1", "pass@2", "maj@2", "reward_mean"}
     metrics |= {"length_mean", "truncated_frac", "unanswered_frac"}
-    assert {name: (one["prompts"], one["samples"]) for name, one in report["sets"].items()} == {
-        "easy": (3, 2),
-        "hard": (2, 2),
-    }
+    counts = {name: (one["prompts"], one["samples"]) for name, one in report["sets"].items()}
+    assert counts == {"easy": (3, 2), "hard": (2, 2)}
     assert report["machine"]["processor"] == f"CPU with {torch.backends.cpu.get_cpu_capability()}"
     assert report["machine"]["math-verify"] == version("math-verify")
-    samples = lines(tmp_path)
+    samples = lines(run)
     assert {(one["set"], one["prompt_id"], one["sample"]) for one in samples} == {
         (name, f"{name}-{row}", sample) for name, count in (("easy", 3), ("hard", 2)) for row in range(count)
         for sample in (None, 0, 1)
     }  # fmt: skip
-    (log,) = tmp_path.glob("events.*")
+    (log,) = run.glob("events.*")
     scalars = EventAccumulator(str(log)).Reload()
     for name, one in report["sets"].items():
         assert one["metrics"].keys() == metrics
@@ -100,8 +105,8 @@ def test_a_report_has_every_metric_of_every_set(
             for end, value in (("", "value"), ("_low", "low"), ("_high", "high")):
                 (event,) = scalars.Scalars(f"test/{name}/{metric}{end}")
                 assert (event.step, event.value) == (-1, pytest.approx(found[value]))
-    text = (tmp_path / "evaluation.md").read_text()
-    assert text in capsys.readouterr().out and text.startswith("|  | easy | hard |\n|---|---|---|\n| prompts | 3 | 2 |")
+    text = (run / "evaluation.md").read_text()
+    assert text.startswith("|  | easy | hard |\n|---|---|---|\n| prompts | 3 | 2 |")
     assert f"| mean length, tokens | {report['sets']['easy']['metrics']['length_mean']['value']:.1f} [" in text
 
 
@@ -155,13 +160,14 @@ def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:
 
 
 def test_a_killed_evaluation_goes_on(
+    whole: tuple[Path, dict[str, Any]],
     tiny_policy_dir: Path,
     tmp_path: Path,
     sets: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    uninterrupted = evaluate(tiny_policy_dir, tmp_path / "whole", sets)
+    folder, uninterrupted = whole
     asked: list[int] = []
     generate = TransformersEngine.generate
 
@@ -182,7 +188,7 @@ def test_a_killed_evaluation_goes_on(
     assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == uninterrupted
     assert f"7 samples of {tmp_path / 'again' / uninterrupted['samples']} are used again" in caplog.text
     assert asked[3:] == [2, 2, 4]  # of 15, seven were there
-    by_name = [sorted(map(str, lines(tmp_path / run))) for run in ("whole", "again")]
+    by_name = [sorted(map(str, lines(run))) for run in (folder, tmp_path / "again")]
     assert by_name[0] == by_name[1]
     other = evaluate(tiny_policy_dir, tmp_path / "again", sets, "--seed_everything", "5")
     assert other["samples"] != uninterrupted["samples"] and sum(asked[6:]) == 15  # other streams, other samples
@@ -227,14 +233,13 @@ def test_an_exported_adapter_is_evaluated_as_its_checkpoint_is(
     lora = ["--model.policy.lora.rank", "4", "--model.policy.lora.alpha", "8", "--model.policy.train_norms", "true"]
     checkpoint = str(next((tmp_path / "run" / "checkpoints").glob("*.ckpt")))
     resumed = evaluate(tiny_policy_dir, tmp_path / "1", sets, *plain, *lora, "--resume", checkpoint)
-    adapter = evaluate(tmp_path / "run" / "adapter", tmp_path / "2", sets, *plain)
+    # How the base was held is the adapter's to say.
+    adapter = evaluate(tmp_path / "run" / "adapter", tmp_path / "2", sets, "--model.policy.quantization", "nvfp4")
     assert (adapter["trained"], adapter["sets"]) == (resumed["trained"], resumed["sets"])
+    assert adapter["quantization"] == "none"
     assert adapter["adapter"] == str(tmp_path / "run" / "adapter") and resumed["adapter"] is None
     told = [(tmp_path / run / "evaluation.md").read_text().splitlines()[-1] for run in ("1", "2")]
     assert "after 2 rollouts" in told[0] and f"with the adapter in {tmp_path / 'run' / 'adapter'};" in told[1]
-    # How the base was held is the adapter's to say.
-    held = evaluate(tmp_path / "run" / "adapter", tmp_path / "4", sets, "--model.policy.quantization", "nvfp4")
-    assert (held["quantization"], held["sets"]) == ("none", resumed["sets"])
     base = evaluate(tiny_policy_dir, tmp_path / "3", sets, *plain, command="validate")
     assert base["trained"] != adapter["trained"] and base["rollouts"] == 0
     capsys.readouterr()

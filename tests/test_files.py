@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 from test_killed import exit_status, fork
 
-from qerl_pl.cli.error_messages import explain
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.checkpoint_io import (
     AtomicCheckpointIO,
@@ -178,7 +176,7 @@ def test_a_folder_is_one_processs_at_a_time_and_can_be_locked(tmp_path: Path, mo
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    for lock in (locked(tmp_path), build_once(tmp_path / "model"), atomic_directory(tmp_path / "model")):
+    for lock in (locked(tmp_path), build_once(tmp_path / "model")):
         with pytest.raises(UserError, match=f"{tmp_path} .*No locks available.* choose another"), lock:
             pass
 
@@ -227,40 +225,9 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-class NearlyFull(io.BytesIO):
-    """A file on a disk with room for little: what closes PyTorch's archive still fits."""
-
-    def write(self, data: Any) -> int:
-        if len(data) > 10_000:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(data)
-
-
-def test_a_disk_that_fills_up_within_a_checkpoint_is_named() -> None:
-    """PyTorch closes its archive after the write that failed, and raises an error of its own over that one."""
-    with pytest.raises(RuntimeError) as raised:
-        torch.save({"state": torch.zeros(10**5)}, NearlyFull())
-    line = explain(raised.value, ["fit"], ["fit"])
-    assert line is not None and "free disk space" in line and "--resume auto" in line
-    assert explain(RuntimeError("another"), ["fit"], ["fit"]) is None
-
-
-@pytest.mark.parametrize("number", [28, 122, 27])
-def test_a_disk_that_fills_up_while_safetensors_writes_is_named(tmp_path: Path, number: int) -> None:
-    """The texts are those of safetensors 0.8 on a tmpfs of 64 KiB, and below a file size limit (EFBIG)."""
-    error = SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
-    with pytest.raises(SafetensorError), atomic_directory(tmp_path / "adapter"):
-        raise error
-    assert (explain(error, ["fit"], ["fit"]) is None) == (number == 27)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_building_says_where_no_folder_can_be_made(tmp_path: Path) -> None:
+def test_what_is_built_once_says_where_no_folder_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with (
-        pytest.raises(UserError, match="model is written to a folder; .*file does not allow it"),
-        atomic_directory(tmp_path / "file" / "model"),
-    ):
+    with pytest.raises(UserError, match="/file cannot be locked"), build_once(tmp_path / "file" / "model"):
         pass
 
 

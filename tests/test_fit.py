@@ -51,11 +51,16 @@ def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bo
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("fit") / "run"
+def cli(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> QeRLCLI:
+    settings = settings_of(tiny_policy_dir, tmp_path_factory.mktemp("fit") / "run", summary=True)
+    settings["trainer"]["num_sanity_val_steps"] = -1
     with pytest.MonkeyPatch.context() as monkeypatch:
-        fit(settings_of(tiny_policy_dir, run, summary=True), monkeypatch)
-    return run
+        return fit(settings, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def finished(cli: QeRLCLI) -> Path:
+    return Path(cli.trainer.default_root_dir)
 
 
 def test_the_logged_learning_rate_is_the_mean_of_those_used(finished: Path) -> None:
@@ -69,6 +74,7 @@ def test_summary_and_completions_are_written(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["quantization"] == "nvfp4" and (finished / "run.png").stat().st_size > 0
     entropies = [event.value for event in EventAccumulator(str(finished)).Reload().Scalars("policy/entropy")]
+    assert None not in (summary["accuracy_before"], summary["accuracy_after"])
     assert [summary["entropy_first"], summary["entropy_last"]] == pytest.approx(entropies)  # none is in both means
     records = [json.loads(line) for line in (finished / "completions.jsonl").read_text().splitlines()]
     assert [record["version"] for record in records] == [0] * 4 + [1] * 4
@@ -81,24 +87,25 @@ def test_summary_and_completions_are_written(finished: Path) -> None:
 OPTIONAL = ("AdaptiveQuantizationNoise", "ResumeCheckpoint", "Monitor", "CompletionLog", "RunSummary")
 
 
-@pytest.mark.parametrize("name", OPTIONAL)
-def test_trains_without_each_optional_callback(
-    finished: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    "names", [OPTIONAL[:1], OPTIONAL[1:], *(pytest.param((name,), marks=pytest.mark.nightly) for name in OPTIONAL[1:])]
+)
+def test_trains_without_optional_callbacks(
+    finished: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
 ) -> None:
-    settings = with_keys(settings_of(tiny_policy_dir, tmp_path / "run"))
-    settings[KEYS[name]] = None
+    settings = with_keys(settings_of(tiny_policy_dir, tmp_path / "run")) | dict.fromkeys(KEYS[name] for name in names)
     fit(settings, monkeypatch)
     same = equal(adapter(tmp_path / "run"), adapter(finished))
-    assert same == (name != "AdaptiveQuantizationNoise")  # only noise is part of what is learned
+    assert same == (names != OPTIONAL[:1])  # only noise is part of what is learned
 
 
+@pytest.mark.usefixtures("process_state")
 def test_validate_from_a_checkpoint_and_export(
-    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    finished: Path, tiny_policy_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    run = tmp_path / "run"
-    settings = settings_of(tiny_policy_dir, run, rollouts=3)
-    fit(settings, monkeypatch)
-    assert main(["validate", "-c", str(run / "config.yaml"), "--ckpt_path", str(run / "checkpoints/step=3.ckpt")]) == 0
+    run = shutil.copytree(finished, tmp_path / "run")
+    words = ["--ckpt_path", str(run / "checkpoints/step=2.ckpt"), "--trainer.default_root_dir", str(run)]
+    assert main(["validate", "-c", str(run / "config.yaml"), *words]) == 0
     assert "val/accuracy" in capfd.readouterr().out
     assert main(["export", str(run), str(tmp_path / "adapter")]) == 0
     assert equal(load_file(tmp_path / "adapter" / "adapter_model.safetensors"), adapter(run))
@@ -108,7 +115,7 @@ def test_validate_from_a_checkpoint_and_export(
     assert f"wrote the complete model to {tmp_path / 'merged'}; " in written
     assert f"as GGUF: {gguf_line(str(tmp_path / 'merged'))}\nrounded to NVFP4 again, they keep " in written
     assert written.count("as GGUF") == written.count("rounded to") == 1
-    assert "; after 3 rollouts, from " in written and "step=3.ckpt" in written
+    assert "; after 2 rollouts, from " in written and "step=2.ckpt" in written
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tiny_policy_dir) and format_of(base_of(tmp_path / "adapter")).name == "nvfp4"
     assert AutoTokenizer.from_pretrained(tmp_path / "adapter").chat_template
@@ -202,17 +209,6 @@ def test_a_development_run_leaves_nothing_to_go_on_from(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("steps", "measured"), [(-1, True), (1, False)])
-def test_what_was_not_validated_whole_before_training_or_not_after_it_has_no_accuracy(
-    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, measured: bool
-) -> None:
-    settings = settings_of(tiny_policy_dir, tmp_path / "run", summary=True)
-    settings["trainer"] |= {"num_sanity_val_steps": steps, "check_val_every_n_epoch": 5}
-    fit(settings, monkeypatch)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["accuracy_before"] is not None) == measured and summary["accuracy_after"] is None
-
-
 def test_export_refuses_a_checkpoint_of_another_base(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -246,27 +242,27 @@ def test_what_lightnings_own_trainer_has_saved_is_exported(
     assert re.search(f"needs a checkpoint; {tiny_policy_dir} has none; .* --checkpoint", capsys.readouterr().err)
 
 
-def test_a_run_whose_completions_are_all_truncated_claims_no_means(
+def test_a_run_of_truncated_completions_that_is_validated_in_part_claims_no_means(
     tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(tiny_policy_dir, tmp_path / "run", summary=True)
     settings["model"]["objective"] = {"class_path": "qerl_pl.algorithm.DAPO"}  # leaves truncated completions out
     callback_of(settings, "RolloutCallback")["init_args"]["sampling"] = {"max_tokens": 1}
+    settings["trainer"] |= {"num_sanity_val_steps": 1, "check_val_every_n_epoch": 5}
     fit(settings, monkeypatch)
     events = EventAccumulator(str(tmp_path / "run")).Reload()
     assert [event.value for event in events.Scalars("completions/truncated_frac")] == [1.0, 1.0]
     for tag in ("policy/entropy", "policy/ratio_mean", "mismatch/logprob_abs_mean"):
         assert all(math.isnan(event.value) for event in events.Scalars(tag))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text(), parse_constant=pytest.fail)
-    assert summary["entropy_first"] is None and summary["reward_first"] is not None
+    assert all(summary[key] is None for key in ("entropy_first", "accuracy_before", "accuracy_after"))
+    assert summary["reward_first"] is not None
 
 
 def test_the_self_check_asks_for_no_more_than_the_engine_was_launched_for(
-    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: QeRLCLI, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_of(tiny_policy_dir, tmp_path / "run")
-    prompts = fit(settings, monkeypatch).datamodule.replacement_prompts(("all",), 9, ())
-    lengths = [len(prompt.token_ids) for prompt in prompts]
+    lengths = [len(prompt.token_ids) for prompt in cli.datamodule.replacement_prompts(("all",), 9, ())]
+    settings = settings_of(tiny_policy_dir, tmp_path / "tight")
     settings["data"]["init_args"]["max_prompt_tokens"] = max(lengths)  # no room beyond the six tokens of a completion
-    settings["trainer"]["default_root_dir"] = str(tmp_path / "tight")
     assert fit(settings, monkeypatch).model.policy_version == 2

@@ -11,7 +11,7 @@ from test_ranks import learned, same_run, settings
 from qerl_pl.formats.dense_checkpoint import iterate_dense
 from qerl_pl.runtime import communicator
 
-ROLLOUTS, STEPS = 3, 4
+ROLLOUTS, STEPS = 2, 4
 """Rollouts of a run, and optimizer steps of each."""
 
 

@@ -1,14 +1,13 @@
 """Settings that would have no effect: refused, or named in a warning."""
 
 import logging
-from argparse import ArgumentError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from cli_helpers import built, saved_config
+from cli_helpers import saved_config
 from short_run import module_of, rollout_of
 
 from qerl_pl.algorithm import DAPO, GRPO, DrGRPO, OnPolicyDistillation
@@ -17,71 +16,12 @@ from qerl_pl.callbacks import EnvironmentConfig
 from qerl_pl.errors import UserError
 from qerl_pl.policy.teacher import TeacherConfig
 
-ROLLOUT = "{class_path: RolloutCallback, init_args: {rewards: {accuracy: GSM8KAnswer}}}"
 QUICK = ("fit", "-c", "quickstart")
-
-
-@pytest.mark.parametrize(
-    ("listed", "words", "keys"),
-    [
-        ("[ModelCheckpoint]", ["--best", "{mode: min}"], "best"),
-        ("[{class_path: ModelCheckpoint, init_args: {monitor: val/accuracy}}]", ["--best.save_top_k", "3"], "best"),
-        ("[CompletionLog, RunSummary]", ["--completions.jsonl", "true"], "completions"),
-    ],
-)
-def test_a_key_that_trainer_callbacks_would_replace_is_refused(listed: str, words: list[str], keys: str) -> None:
-    with pytest.raises(UserError, match=f"^a callback is set in one place; got the key {keys}, and trainer.callbacks"):
-        built(*QUICK, "--trainer.callbacks", listed, *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "keys"),
-    [
-        (["--noise", "null"], "rollout"),
-        ([], "noise and rollout"),
-        (["--noise", "null", "--completions.jsonl", "true", "--report", "{}"], "completions and report and rollout"),
-    ],
-)
-def test_keys_beside_a_listed_rollout_callback_are_named(
-    words: list[str], keys: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = saved_config(*QUICK, "--trainer.callbacks", f"[{ROLLOUT}]", *words)
-    assert f"is complete: what is set for {keys} has no effect" in caplog.text
-    (tmp_path / "config.yaml").write_text(text)
-    caplog.clear()
-    assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text and "no effect" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("listed", "words", "off"),
-    [
-        ("[ModelCheckpoint]", [], {"best"}),
-        ("[ModelCheckpoint, RunSummary]", ["--best", "null"], {"best", "summary"}),
-        ("[AdaptiveQuantizationNoise]", ["--noise", "null"], {"noise"}),
-        ("[CompletionLog]", [], {"completions"}),
-    ],
-)
-def test_a_key_at_its_default_gives_way_to_trainer_callbacks(
-    listed: str, words: list[str], off: set[str], tmp_path: Path
-) -> None:
-    text = saved_config(*QUICK, "--trainer.callbacks", listed, *words)
-    saved = yaml.safe_load(text)
-    keys = {"noise", "best", "checkpoint", "monitor", "completions", "summary"}
-    assert {key for key in keys if saved[key] is None} == off
-    (tmp_path / "config.yaml").write_text(text)
-    assert saved_config("fit", "-c", str(tmp_path / "config.yaml")) == text
-
-
-def test_a_listed_rollout_callback_is_complete() -> None:
-    words = ("--data", "ArithmeticDataModule", "--trainer.callbacks", f"[{ROLLOUT}, ModelCheckpoint]")
-    saved = yaml.safe_load(saved_config("fit", *words))
-    assert not any(saved[key] for key in ("noise", "best", "checkpoint", "monitor", "completions", "summary", "report"))
 
 
 @pytest.mark.parametrize(
     ("later", "names"),
     [
-        (["{rollout: {rewards: {}}}", "{rollout: {rewards: {mine: MathAnswer}}}"], ["mine"]),
         (["{rollout: {rewards: {}, environment: {factory: qerl_pl.environments.Calculator}}}"], []),
         (["{rollout: {rewards: {mine: MathAnswer}}}"], ["accuracy", "format", "mine"]),
         (
@@ -93,7 +33,6 @@ def test_a_listed_rollout_callback_is_complete() -> None:
             ["b"],
         ),
         (["{rollout: {rewards: [MathAnswer]}}", "{rollout: {rewards: {}}}"], []),
-        (["{rollout: {group_size: 4}}"], ["accuracy", "format"]),
         (["{trainer: {max_steps: 4}}", "{rollout: {rewards: {format: MathAnswer}}}"], ["accuracy", "format"]),
     ],
 )
@@ -103,19 +42,10 @@ def test_no_rewards_in_a_file_drop_those_of_earlier_files(later: list[str], name
         (tmp_path / f"{number}.yaml").write_text(text)
         words += ["-c", str(tmp_path / f"{number}.yaml")]
     assert list(yaml.safe_load(saved_config(*QUICK, *words))["rollout"]["rewards"]) == names
-    assert yaml.safe_load(saved_config(*QUICK, *words, "--rollout.rewards", "{}"))["rollout"]["rewards"] == {}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--rollout.group_size", "16"],
-        ["--completions.jsonl", "true"],
-    ],
-)
-def test_settings_of_rollouts_are_refused_in_supervised_fine_tuning(words: list[str]) -> None:
-    with pytest.raises(ArgumentError, match=f"^unrecognized arguments: {words[0]}"):
-        built("fit", "-c", "sft", *words)
+def test_no_rewards_of_the_command_line_drop_those_of_files() -> None:
+    assert yaml.safe_load(saved_config(*QUICK, "--rollout.rewards", "{}"))["rollout"]["rewards"] == {}
 
 
 @pytest.mark.parametrize(

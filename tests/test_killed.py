@@ -17,7 +17,7 @@ from fit_helpers import command, configuration, fit
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
-from qerl_pl.runtime.files import atomic_directory
+from qerl_pl.runtime.files import atomic_directory, build_once
 
 
 def kill() -> None:
@@ -116,9 +116,11 @@ def test_a_checkpoint_that_is_set_aside_is_whole_in_one_place_or_the_other(tmp_p
 
 def build_slowly(folder: Path, content: str) -> None:
     (folder / f"begun-{content}").touch()
-    with atomic_directory(folder / "model") as unfinished:
-        fill(unfinished, content)
-        wait_for(folder, "go-on")
+    with build_once(folder / "model") as missing:
+        if missing:
+            with atomic_directory(folder / "model") as unfinished:
+                fill(unfinished, content)
+                wait_for(folder, "go-on")
 
 
 def wait_for(folder: Path, pattern: str) -> None:
@@ -150,7 +152,7 @@ def test_what_a_killed_quantization_leaves_is_gone_after_the_next(tiny_policy_di
     status, output = command(words, tmp_path / "log", die_when_all_weights_are_written)
     assert status == -signal.SIGKILL, output
     names = sorted(path.name for path in target.parent.iterdir())
-    assert names == [".nvfp4.lock", ".nvfp4.unfinished"]
+    assert names == [".nvfp4.unfinished"]
     other = target.with_name(".nvfp4-of-mine")  # not ours
     other.mkdir()
     assert main(words) == 0

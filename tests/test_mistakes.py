@@ -1,9 +1,7 @@
 """A user's mistakes: one line that says what is wrong, exit status 2, no traceback."""
 
-import errno
 import hashlib
 import operator
-import os
 import re
 import traceback
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors import SafetensorError
 
 from qerl_pl.cli.configs import check_config
 from qerl_pl.cli.error_messages import explain
@@ -88,15 +85,11 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "accumulation": ("--trainer.accumulate_grad_batches 2", "accumulate_grad_batches=2"),
     "uneven": ("--trainer.devices 3", "multiple of the number of devices; got 16 for 3; change one"),
     "processes": ("--trainer.strategy ddp", "got DDPStrategy for 1; .* key trainer.strategy at auto"),
-    "no place": (f"--trainer.default_root_dir {QUICKSTART}/run", "read and write .*/run: Not a directory; corr"),
-    "validation by the clock": ("--trainer.val_check_interval 00:01:00:00", "not in time; got "),
-    "rare validation": (
-        "--trainer.val_check_interval 999 --trainer.check_val_every_n_epoch 1",
-        "an epoch's 40 batches; got 999",
-    ),
+    "no place": (f"--trainer.default_root_dir {QUICKSTART}/run", r"/run cannot be locked \(Not a directory\)"),
     "odd minibatches": ("--model.minibatches 3", "minibatches must divide .* got 3 and 128"),
     "endless completions": ("--rollout.sampling.max_tokens 1000000000", "4096 positions; got 1000000096 "),
     "no end": ("--trainer.max_epochs -1", "need a planned end; the run has none; set trainer.max_epochs"),
+    "data of another training": ("--data ArithmeticConversations", "rollouts need a PromptDataModule; got Arithm"),
     "nothing scores": ("--rollout.rewards {}", "rollout.rewards names none"),
 }
 
@@ -144,18 +137,6 @@ def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
     assert line is not None and "model/config.json: Permission denied" in line
     assert explain(FileNotFoundError(2, "No such file or directory", "model/config.json"), ["fit"], ["fit"]) is None
     assert explain(OSError(5, "Input/output error"), ["fit"], ["fit"]) is None
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
-    """A file that is open fails without its name, as the events of TensorBoard and the lines of a log do."""
-    full = OSError(number, os.strerror(number))
-    wrapped = RuntimeError("cannot write")
-    wrapped.__cause__ = full
-    by_safetensors = SafetensorError(f"Error while serializing: I/O error: {full.strerror} (os error {number})")
-    for error in (full, wrapped, by_safetensors):
-        line = explain(error, ["fit"], ["fit"])
-        assert line is not None and line.startswith("saving needs free disk space; ") and "--resume auto" in line
 
 
 # A constructor, which the parser calls, and a function of the command line.

@@ -160,7 +160,7 @@ def same_bits(one: Path, other: Path) -> None:
 def test_a_killed_rank_ends_the_run_with_its_reason(tiny_policy_dir: Path, tmp_path: Path) -> None:
     config = signalled(tiny_policy_dir, tmp_path / "run", 1, signal.SIGKILL, version=0)
     assert launch(config).wait(timeout=240) not in (0, -signal.SIGKILL), printed(config)
-    assert printed(config).splitlines()[-1].startswith("qerl: rank 1: its process was ended by SIGKILL")
+    assert printed(config).splitlines()[-1].startswith("qerl: rank 1: killed, or its machine or network is lost")
 
 
 @pytest.mark.nightly

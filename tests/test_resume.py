@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from fit_helpers import configuration, fit
+from fit_helpers import configuration, fit, fit_here
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -257,29 +257,26 @@ def points(run: Path) -> dict[str, list[tuple[int, str]]]:
     }
 
 
+@pytest.mark.usefixtures("process_state")
 def test_what_does_not_go_on_from_a_checkpoint_is_refused_and_leaves_no_trace(
-    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = configuration(tiny_policy_dir, tmp_path / "run")
-    settings["data"]["init_args"]["batch_size"] = 4
-    status, output = fit(settings, "--resume", str(uninterrupted / "checkpoints" / "step=6.ckpt"))
-    assert status == 2 and "the batch_size is 4, 2 in the checkpoint; restore" in output and "Traceback" not in output
-    assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def test_a_fresh_run_does_not_mix_its_checkpoints_with_anothers(uninterrupted: Path, tiny_policy_dir: Path) -> None:
-    status, output = fit(configuration(tiny_policy_dir, uninterrupted))
-    assert status == 2 and "step=8.ckpt; add --resume auto" in output and "Traceback" not in output, output
-
-
-def test_two_runs_in_one_folder_are_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
     settings = configuration(tiny_policy_dir, tmp_path / "run")
     (tmp_path / "run").mkdir()
     with locked(tmp_path / "run"):
-        status, output = fit(settings)
-    assert status == 2 and "cannot be locked (another process uses it)" in output, output
+        assert fit_here(settings) == 2
+    assert "cannot be locked (another process uses it)" in capsys.readouterr().err
+    settings["data"]["init_args"]["batch_size"] = 4
+    assert fit_here(settings, "--resume", str(uninterrupted / "checkpoints" / "step=6.ckpt")) == 2
+    output = capsys.readouterr().err
+    assert "the batch_size is 4, 2 in the checkpoint; restore" in output and "Traceback" not in output
+    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert fit_here(configuration(tiny_policy_dir, uninterrupted)) == 2  # which has checkpoints of its own
+    output = capsys.readouterr().err
+    assert "step=8.ckpt; add --resume auto" in output and "Traceback" not in output
 
 
+@pytest.mark.usefixtures("process_state")
 def test_a_finished_run_that_is_resumed_only_ends_again(
     uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
@@ -287,8 +284,7 @@ def test_a_finished_run_that_is_resumed_only_ends_again(
     written = [run / "summary.json", run / "adapter/adapter_model.safetensors"]
     for path in written:
         path.unlink()
-    status, output = fit(configuration(tiny_policy_dir, run), "--resume", "auto")
-    assert status == 0 and "step=8.ckpt" in output, output
+    assert fit_here(configuration(tiny_policy_dir, run), "--resume", "auto") == 0
     versions = [json.loads(line)["version"] for line in (run / "completions.jsonl").read_text().splitlines()]
     assert versions == sorted([*range(8)] * 4)  # nothing was sampled twice
     assert all(path.stat().st_size > 0 for path in written)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.cli import LightningArgumentParser
 from short_run import data, module_of, trainer_of
 from torch.optim import Optimizer
@@ -17,7 +16,6 @@ from torch.optim.lr_scheduler import (
     ReduceLROnPlateau,
     SequentialLR,
 )
-from torch.optim.swa_utils import get_ema_avg_fn
 from transformers import get_cosine_with_min_lr_schedule_with_warmup, get_wsd_schedule
 
 from qerl_pl.callbacks import ResumeCheckpoint
@@ -135,22 +133,6 @@ def test_what_is_no_schedule_is_refused_by_keys_that_are_there(settings: dict[st
     with pytest.raises(UserError, match=message) as error:
         QeRLModule(**settings)
     assert "lr_scheduler_kwargs" not in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "callback",
-    [
-        EMAWeightAveraging(),
-        WeightAveraging(avg_fn=get_ema_avg_fn()),
-        StochasticWeightAveraging(swa_lrs=0.1),
-    ],
-)
-def test_weight_averaging_is_refused_before_the_policy_is_loaded(callback: Callback, tmp_path: Path) -> None:
-    module, trainer = module_of(Path("nowhere")), trainer_of(tmp_path, callback)
-    for kind in (QeRLModule, PolicyModule):
-        with pytest.raises(UserError, match="weights are not averaged, .*; got .*WeightAveraging; leave it out"):
-            kind.check_first(module, trainer, "fit")
-    module.check_first(trainer, "validate")
 
 
 @pytest.mark.parametrize("kind", [QeRLModule, SFTModule])

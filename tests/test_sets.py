@@ -3,23 +3,17 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from cli_helpers import built
 from fit_helpers import Vowels, train
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from short_run import module_of, rollout_of, trainer_of
 from torch.utils.data import DataLoader
 
-from qerl_pl.callbacks import EvaluationConfig, RunSummary
-from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule, PromptDataModule, Row, TableConfig
-from qerl_pl.engines import EngineSpec, TransformersEngine
+from qerl_pl.callbacks import RunSummary
+from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule, Row, TableConfig
+from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
-from qerl_pl.modules import PolicyConfig, SFTModule
 from qerl_pl.types import Evaluation
 
 
@@ -121,58 +115,6 @@ def test_each_set_has_its_own_metrics(
         "test/MATH-500/pass@1": 0.0,
         "test/MATH-500/reward_accuracy": 0.0,
     }
-
-
-class Unlaunched(TransformersEngine):
-    """An engine that must not start."""
-
-    def launch(self, spec: EngineSpec) -> None:
-        raise AssertionError("launched")
-
-
-@pytest.mark.parametrize(
-    ("sets", "monitor", "nearest"),
-    [
-        (("",), "val/acuracy", "val/accuracy"),
-        (("",), "val/pass@3", "val/pass@[124], "),
-        (("",), "val/maj@3", "val/"),  # no answers are extracted
-        (("",), "val/reward_vowels", "val/reward_mean"),  # of a single reward
-        (("",), "val/pass@8", "val/pass@[124], "),
-        (("easy", "hard"), "val/accuracy", "val/"),
-        (("",), "val/easy/accuracy", "val/accuracy"),  # a single set has no name
-        (("easy", "hard"), "val/hrd/accuracy", "val/hard/accuracy"),
-    ],
-)
-def test_a_misspelt_metric_of_a_validation_is_refused_before_anything_starts(
-    sets: tuple[str, ...], monitor: str, nearest: str, tiny_policy_dir: Path, tmp_path: Path
-) -> None:
-    kind: Any = EarlyStopping if monitor == "val/pass@8" else ModelCheckpoint
-    rollout = rollout_of(Unlaunched(), evaluation=EvaluationConfig(4))
-    trainer = trainer_of(tmp_path, kind(monitor=monitor), rollout=rollout, noise=False)
-    data = Sets(dict.fromkeys(sets, 2)) if sets[1:] else ArithmeticDataModule(train_size=8, batch_size=2, val_size=2)
-    said = rf"^a monitored metric must be logged; {kind.__name__} monitors {monitor}, and validations log .*{nearest}"
-    with pytest.raises(UserError, match=said):
-        trainer.fit(module_of(tiny_policy_dir), datamodule=data)
-    names = rollout.eval_config.metric_names()
-    assert {"accuracy", "pass@1", "pass@4", "reward_mean", "length_mean"} <= {*names}
-
-
-@pytest.mark.parametrize(
-    "monitor", ["val/los", "val/accuracy", "val/perplexty", "val/mean_token_acuracy", "val/x/loss"]
-)
-def test_a_misspelt_metric_is_refused_in_supervised_fine_tuning(monitor: str, tiny_policy_dir: Path) -> None:
-    module = SFTModule(PolicyConfig(path=str(tiny_policy_dir), dtype="float32"))
-    trainer: Any = SimpleNamespace(precision="32-true", max_epochs=1, max_steps=-1, lightning_module=module)
-    trainer.num_devices = trainer.num_nodes = 1
-    trainer.strategy, trainer.ckpt_path = SingleDeviceStrategy(torch.device("cpu")), None
-    trainer.datamodule = ConversationDataModule([{"prompt": "1", "completion": "2"}], max_length=8)
-    for name in (monitor, "val/loss", "optim/loss"):
-        trainer.callbacks = [ModelCheckpoint(monitor=name)]
-        if name == monitor:
-            with pytest.raises(UserError, match=f"monitors {monitor}, and validations log val/"):
-                module.check_first(trainer, "fit")
-        else:
-            module.check_first(trainer, "fit")
 
 
 def test_a_single_set_needs_no_name(tiny_policy_dir: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from fit_helpers import configuration, fit, fit_on_ranks
+from fit_helpers import configuration, fit_here, fit_on_ranks
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -221,25 +221,23 @@ def from_adapter(base: Path, adapter: Path, run: Path) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.usefixtures("process_state")
 def test_a_run_resumes_refuses_another_start_and_is_exported_without_its_own(
     tiny_policy_dir: Path, taught: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own, other = (shutil.copytree(taught, tmp_path / name) for name in ("own", "other"))
     settings = from_adapter(tiny_policy_dir, own, tmp_path / "run")
-    status, output = fit(settings)
-    assert status == 0, output
+    assert fit_here(settings) == 0
     weights = other / "adapter_model.safetensors"
     save_file({name: tensor + 1 for name, tensor in load_file(weights).items()}, weights)
     for start in (str(other), "null"):
         shape = [] if start != "null" else ["--model.policy.lora.rank=4", "--model.policy.lora.alpha=8"]
-        status, output = fit(settings, "--resume", "auto", "--model.policy.adapter", start, *shape)
-        assert status == 2 and "a run keeps its starting adapter" in output, output
+        assert fit_here(settings, "--resume", "auto", "--model.policy.adapter", start, *shape) == 2
+        assert "a run keeps its starting adapter" in capsys.readouterr().err
     adapter = tmp_path / "run" / "adapter" / "adapter_model.safetensors"
     expected = load_file(adapter)
     adapter.unlink()
-    (tmp_path / "run" / "checkpoints" / "step=4.ckpt").unlink()
-    status, output = fit(settings, "--resume", "auto")  # from the third rollout
-    assert status == 0 and "resuming from" in output, output
+    assert fit_here(settings, "--resume", str(tmp_path / "run" / "checkpoints" / "step=3.ckpt")) == 0
     shutil.rmtree(own)  # an export needs the checkpoint alone
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
     assert "rank 4" in capsys.readouterr().out

@@ -80,23 +80,19 @@ def learn(
     return [parameter.detach() for parameter in trained], metrics
 
 
-@pytest.mark.parametrize("partition", [[[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], [[8, 9], [], [0, 1, 2, 3, 4, 5, 6, 7]]])
+ON_TWO = (GRPO(beta=0.1), BNPO(), CISPO(), GSPO(epsilon_low=0.1, epsilon_high=0.1), SAPO())
+ON_TWO += (DPPO(epsilon_low=0.0005, epsilon_high=0.0005),)
+ON_TWO += (DAPO(correction=RolloutCorrection("geometric", 0.3, "geometric", 0.25, 1.0)),)
+ON_THREE = (GRPO(beta=0.1), DAPO(), DrGRPO(), GSPO(epsilon_low=0.1, epsilon_high=0.1), BNPO(delta=1.5))
+ON_THREE += (GRPO(beta=0.04, mask_truncated=True, entropy_coefficient=0.1),)
+ROWS = {ON_TWO: [[0, 1, 4, 5], [2, 3, 6, 7, 8, 9]], ON_THREE: [[8, 9], [], [0, 1, 2, 3, 4, 5, 6, 7]]}
+"""Rows of each rank, by objectives."""
+
+
 @pytest.mark.parametrize(
-    "objective",
-    [
-        GRPO(beta=0.1),
-        DAPO(),
-        BNPO(),
-        DrGRPO(),
-        CISPO(),
-        GSPO(epsilon_low=0.1, epsilon_high=0.1),
-        GRPO(beta=0.04, mask_truncated=True, entropy_coefficient=0.1),
-        BNPO(delta=1.5),
-        SAPO(),
-        DPPO(epsilon_low=0.0005, epsilon_high=0.0005),
-        DAPO(correction=RolloutCorrection("geometric", 0.3, "geometric", 0.25, 1.0)),
-    ],
-    ids=lambda objective: type(objective).__name__,
+    ("objective", "partition"),
+    [(objective, partition) for objectives, partition in ROWS.items() for objective in objectives],
+    ids=lambda value: type(value).__name__,
 )
 def test_ranks_take_the_steps_of_one_process(policy: Policy, objective: Objective, partition: list[list[int]]) -> None:
     experience = ragged(10)

@@ -143,19 +143,13 @@ def first(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     return used.result()
 
 
-EARLIER: list[Callable[[Used], None]] = [
-    finished,
-    finished_and_the_same_trainer,
-    failed_and_the_same_trainer,
-    failed_in_the_first_rollout,
-    interrupted,
-    failed_with_another_objective,
-    failed_with_callbacks_of_its_own,
-    evaluated_a_checkpoint,
-]
+EARLIER = [failed_and_the_same_trainer, interrupted, failed_with_another_objective]
+EARLIER += [failed_with_callbacks_of_its_own, evaluated_a_checkpoint]
+NIGHTLY = [finished, finished_and_the_same_trainer, failed_in_the_first_rollout]
+"""Of which each is a part of another."""
 
 
-@pytest.mark.parametrize("earlier", EARLIER)
+@pytest.mark.parametrize("earlier", [*EARLIER, *(pytest.param(one, marks=pytest.mark.nightly) for one in NIGHTLY)])
 def test_a_fit_after_another_is_the_first_one_bit_for_bit(
     earlier: Callable[[Used], None],
     first: dict[str, Any],
@@ -179,7 +173,7 @@ def test_a_fit_after_another_is_the_first_one_bit_for_bit(
 @pytest.mark.parametrize(
     "limits",
     [
-        {"max_epochs": 2, "val_check_interval": 2},
+        pytest.param({"max_epochs": 2, "val_check_interval": 2}, marks=pytest.mark.nightly),
         {"max_epochs": None, "max_steps": 10, "val_check_interval": 3, "check_val_every_n_epoch": None},
     ],
 )

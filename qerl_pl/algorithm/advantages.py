@@ -124,10 +124,7 @@ def summed_group_advantages(rewards: Mapping[str, Tensor], weights: Mapping[str,
 
     Returns:
         [B], floating point; NaN where no reward of a weight other than 0 applies, exactly 0 in a group whose rewards
-        cancel each other. B may be 0.
-
-    Raises:
-        UserError: As `group_advantages`.
+        cancel each other. B may be 0. Errors as `group_advantages`.
     """
     terms = [weights[name] * group_advantages(values, group_size, "group") for name, values in rewards.items()]
     summed, size = torch.zeros_like(terms[0]), torch.zeros_like(terms[0])
@@ -145,11 +142,7 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
 
     `summed_group_advantages`, normalized over the batch: minus its mean, divided by its standard deviation + 1e-4.
 
-    Returns:
-        [B], floating point; 0 where no reward applies. B may be 0.
-
-    Raises:
-        UserError: As `group_advantages`.
+    Returns [B], floating point; 0 where no reward applies. B may be 0. Errors as `group_advantages`.
     """
     summed = summed_group_advantages(rewards, weights, group_size)
     applies = ~summed.isnan()
@@ -160,11 +153,7 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
 
 
 def grouped(rewards: Tensor, group_size: int) -> Tensor:
-    """Rewards [B] as [B / G, G], floating point.
-
-    Raises:
-        UserError: G < 2, or G does not divide B.
-    """
+    """Rewards [B] as [B / G, G], floating point; UserError if G < 2, or G does not divide B."""
     if group_size < 2:
         raise UserError(
             "Advantages compare the completions of one prompt, so a group needs at least 2; got group size "

@@ -33,28 +33,15 @@ class NormNoise:
     """Whether the noise is proportional to each norm's scale w: Z ~ N(0, (sigma * rms(w))^2)."""
 
     def of_norm(self, name: str, clean: Tensor) -> Tensor:
-        """Noise to add to a norm's scale.
-
-        Args:
-            name: As for `draw`.
-            clean: Scale without noise [size], on any device.
-
-        Returns:
-            float32 [size] on the CPU.
-        """
+        """Noise for a norm's `clean` scale [size], on any device: float32 [size] on the CPU; see `draw`."""
         noise = self.draw(name, clean.numel())
         return noise * rms(clean) if self.relative else noise
 
     def draw(self, name: str, size: int) -> Tensor:
-        """Absolute noise of one norm.
+        """Absolute noise of the norm of a module name in the base model, such as "model.layers.0.input_layernorm".
 
-        Args:
-            name: The norm's module name in the base model, such as "model.layers.0.input_layernorm".
-            size: Number of channels.
-
-        Returns:
-            float32 [size] on the CPU, a function of (seed, version, name, size) and, linearly, of sigma.
-            Gaussian, rescaled to a root mean square of sigma, which 128 channels would otherwise miss by 6 %.
+        float32 [size] on the CPU, a function of (seed, version, name, size) and, linearly, of sigma. Gaussian, rescaled
+        to a root mean square of sigma, which 128 channels would otherwise miss by 6 %.
         """
         generator = torch.Generator().manual_seed(stream_seed(self.seed, "aqn", self.version, name))
         noise = torch.randn(size, generator=generator, dtype=torch.float32)
@@ -140,17 +127,11 @@ class NoiseSchedule:
         return cast(DecayFunction, load_named(self.decay, rule, "choose one, or write my_noise.steps", "noise"))
 
     def stage(self, rollout: int, planned_rollouts: int) -> int:
-        """Stage of a rollout, from 1 to K.
+        """Stage, from 1 to K, of the rollout after so many others; those past the plan are in stage K.
 
         With at least K planned rollouts, stages have equally many of them (up to one). With fewer, the first and the
-        last rollout are in the first and the last stage, and stages in between are skipped.
-
-        Args:
-            rollout: Number of earlier rollouts, since the start of the run; those past the plan are in stage K.
-            planned_rollouts: Rollouts of the run.
-
-        Raises:
-            UserError: No rollout is planned.
+        last rollout are in the first and the last stage, and stages in between are skipped. UserError if none is
+        planned.
         """
         if planned_rollouts < 1:
             raise UserError(
@@ -166,10 +147,8 @@ class NoiseSchedule:
     def sigma(self, rollout: int, planned_rollouts: int) -> float:
         """Standard deviation for a rollout, in units of the norm scale; arguments and errors as for `stage`."""
         stage, stages = self.stage(rollout, planned_rollouts), self.stages
-        if self.sigma_start == 0:
-            return 0.0
         if self.noiseless_first_stage:
             stage, stages = stage - 1, stages - 1
-            if stage == 0:
-                return 0.0
+        if self.sigma_start == 0 or stage == 0:
+            return 0.0
         return noise_sigma(stage, stages, self.sigma_start, self.sigma_end, self._decay())

@@ -16,7 +16,7 @@ from the Training-Inference Mismatch" (2025); IcePop (Ring-1T, arXiv 2510.18855)
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, assert_never, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -92,11 +92,7 @@ range of the geometric masks is SkyRL's, the threshold of outliers verl's; that 
 
 
 def named_correction(name: str) -> RolloutCorrection | CorrectionFunction:
-    """The preset, or a user's `CorrectionFunction`, of that name.
-
-    Raises:
-        UserError: There is none, or it is no function.
-    """
+    """The preset, or a user's `CorrectionFunction`, of that name; UserError if there is none, or it is no function."""
     if name in PRESETS:
         return PRESETS[name]
     rule = (
@@ -120,35 +116,24 @@ class CorrectionWeights(NamedTuple):
 
 
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Log of a completion's ratio at each of its tokens, [B, T].
+    """Log of a completion's ratio at each of its tokens [B, T], of log rho_t [B, T] and the tokens that train.
 
-    Args:
-        log_ratio: log rho_t, [B, T].
-        mask: Tokens that train, bool [B, T]; a completion without one has log ratio 0 at the levels of completions.
-        level: See the module.
+    A completion without such a token has log ratio 0 at the levels of completions; see the module.
     """
-    match level:
-        case "token":
-            return log_ratio
-        case "sequence":
-            return torch.where(mask, log_ratio, 0.0).sum(dim=1, keepdim=True).expand_as(log_ratio)
-        case "geometric":
-            total = torch.where(mask, log_ratio, 0.0).sum(dim=1, keepdim=True)
-            return (total / mask.sum(dim=1, keepdim=True).clamp(min=1)).expand_as(log_ratio)
-        case _:
-            assert_never(level)
+    if level == "token":
+        return log_ratio
+    total = torch.where(mask, log_ratio, 0.0).sum(dim=1, keepdim=True)
+    if level == "geometric":
+        total = total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return total.expand_as(log_ratio)
 
 
 def correction_weights(
     correction: RolloutCorrection | CorrectionFunction, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
 ) -> CorrectionWeights:
-    """Importance weights of a micro-batch whose rows are complete completions.
+    """Importance weights of a micro-batch whose rows are complete completions; all tensors are [B, T].
 
-    Args:
-        correction: See there.
-        old_logprobs: Of the clean trainer, [B, T].
-        sampler_logprobs: [B, T].
-        mask: Tokens that train, bool [B, T]; other tokens count nowhere.
+    Tokens outside the mask, which do not train, count nowhere.
 
     Raises:
         UserError: A user's function returns something else than a weight for each token.

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +16,6 @@ from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least, take_sigusr1
 from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
 from qerl_pl.runtime.communicator import writes_files
-from qerl_pl.runtime.machine import installed_versions, machine_of, processor
 from qerl_pl.runtime.random_state import random_state, set_random_state
 
 log = logging.getLogger(__name__)
@@ -25,8 +23,6 @@ log = logging.getLogger(__name__)
 REPEATED_S = 1.0
 """Seconds within which a signal repeats the first: a terminal and a wrapper, say, both send the same request."""
 _REQUEUE_TIMEOUT_S = 60
-MACHINE_KEY = "qerl_machine"
-"""Checkpoint key of the processor and the versions."""
 
 
 class ResumeCheckpoint(Checkpoint):
@@ -160,14 +156,8 @@ class ResumeCheckpoint(Checkpoint):
         number = torch.tensor(self._signal or 0, device=trainer.strategy.root_device)  # a rank may get it first
         return int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Warn of another machine."""
-        if trainer.is_global_zero:
-            _warn_of_another_machine(checkpoint.get(MACHINE_KEY, {}), trainer.strategy.root_device)
-
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the processor and the versions, and the loops at the end of the last step."""
-        checkpoint[MACHINE_KEY] = machine_of(trainer.strategy.root_device)
+        """Save the loops at the end of the last step."""
         if self._saves:
             checkpoint["epoch"], checkpoint["loops"]["fit_loop"] = self._step_end["epoch"], self._step_end["loops"]
 
@@ -197,27 +187,13 @@ def _set_aside(folder: Path, done: int) -> None:
         log.warning("%s is newer than where this run starts: moved to %s", path.name, aside.parent)
 
 
-def _warn_of_another_machine(before: Mapping[str, str], device: torch.device) -> None:
-    """Log in what this machine differs from that of a checkpoint, as `machine_of` has it."""
-    now = {"processor": processor(device)} | installed_versions(before)
-    changed = [
-        f"{name} was {was} and is {now.get(name, 'missing')}" for name, was in before.items() if was != now.get(name)
-    ]
-    if changed:
-        log.warning("this run goes on elsewhere, so that its results may be rounded otherwise: %s", "; ".join(changed))
-
-
 def _requeue_job() -> None:
     """Have SLURM start this job again; log a warning if it does not."""
     variables = os.environ
     job = variables.get("SLURM_JOB_ID", "")
     if "SLURM_ARRAY_JOB_ID" in variables:
         job = f"{variables['SLURM_ARRAY_JOB_ID']}_{variables['SLURM_ARRAY_TASK_ID']}"
-    command = ["scontrol", "requeue", job]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_REQUEUE_TIMEOUT_S)
-        reason = "" if done.returncode == 0 else done.stderr.strip() or f"status {done.returncode}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        reason = str(error)
-    if reason:
-        log.warning("`%s` fails (%s): submit the job again, with --resume auto", " ".join(command), reason)
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=_REQUEUE_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("the job is not requeued (%s): submit it again, with --resume auto", error)

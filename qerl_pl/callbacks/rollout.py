@@ -12,7 +12,6 @@ from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
-from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import (
@@ -28,7 +27,7 @@ from qerl_pl.rollout.dialogue_sampler import DialogueSampler, EnvironmentConfig
 from qerl_pl.rollout.metrics import slowest_seconds, timed
 from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.rollout.scoring import Scorer
-from qerl_pl.runtime.checks import SamplingCallback, check_monitors, no_sampling_callback
+from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
@@ -186,8 +185,6 @@ class RolloutCallback(Callback, SamplingCallback):
         if stage == "fit":
             module.start_afresh()  # or the engine would share no weights with a policy that is still loaded
             self._expected_lengths = {}  # of an earlier fit
-            metrics = self.eval_config.metric_names()
-            check_monitors(trainer, [evaluation_tag("val", name, one) for name in data.val_names for one in metrics])
         check_references(self.scorer.rewards, data.references)
         if self._launched:  # by a stage of which no end was told
             self.close()

@@ -1,9 +1,7 @@
 """The class of the module, and checks of a parsed configuration."""
 
 import argparse
-import logging
 from argparse import ArgumentError
-from pkgutil import resolve_name
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, dict_to_namespace, set_parsing_settings
@@ -18,19 +16,15 @@ from qerl_pl.callbacks import (
     EvaluationReport,
     Monitor,
     ResumeCheckpoint,
-    RolloutCallback,
     RunSummary,
 )
 from qerl_pl.cli.configs import check_config
-from qerl_pl.datamodules import ConversationDataModule
 from qerl_pl.errors import UserError, did_you_mean
 from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.runtime.import_path import load_named
-
-log = logging.getLogger(__name__)
 
 ACCURACY = "val/accuracy"
 """Metric that `best` monitors by default."""
@@ -126,49 +120,12 @@ def listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def complete(config: Namespace, defaults: Namespace, module: type[PolicyModule]) -> None:
-    """Set what depends on other keys, and refuse keys that exclude each other.
-
-    Raises:
-        UserError: Two keys exclude each other.
-    """
-    data = resolve_name(config.data.class_path)
-    are_conversations = isinstance(data, type) and issubclass(data, ConversationDataModule)
-    if issubclass(module, QeRLModule if are_conversations else SFTModule):
-        raise UserError(
-            "QeRLModule learns from prompts, SFTModule from conversations; got model.class_path "
-            f"{module.__name__} with data {data.__name__}; set one of the two"
-        )
-    _settle_callbacks(config, defaults)
+def complete(config: Namespace) -> None:
+    """Set what depends on other keys."""
     _name_defaults(config.model)
     sets = config.data.get("init_args", Namespace()).get("sets")
     if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:  # which is not logged
         config.best.init_args.monitor = evaluation_tag("val", next(iter(sets)), "accuracy")
-
-
-def _settle_callbacks(config: Namespace, defaults: Namespace) -> None:
-    """Switch off the keys of callbacks that `trainer.callbacks` replaces: of a listed class, or all if it rolls out."""
-    given = [resolve_name(one.class_path) for one in listed(config.trainer.callbacks) if isinstance(one, Namespace)]
-    rolls_out = "rollout" in config and any(
-        isinstance(kind, type) and issubclass(kind, RolloutCallback) for kind in given
-    )
-    replaced = [key for key in CALLBACKS if config.get(key)]
-    if not rolls_out:
-        replaced = [key for key in replaced if resolve_name(config[key].class_path) in given]
-    written = [key for key in replaced if config[key] != defaults[key]]
-    if written and not rolls_out:
-        raise UserError(
-            f"a callback is set in one place; got the key {' and '.join(written)}, and trainer.callbacks has that "
-            "class, too; set the key to null, or leave it out there"
-        )
-    if rolls_out:
-        written += ["rollout"] * bool(config.rollout.rewards)
-        if written:
-            message = "trainer.callbacks has a RolloutCallback and is complete: what is set for %s has no effect"
-            log.warning(message, " and ".join(written))
-        config.rollout = defaults.rollout
-    for key in replaced:
-        config[key] = None
 
 
 def _name_defaults(model: Namespace) -> None:

@@ -1,6 +1,5 @@
 """One-line messages for user errors, with the nearest key for a misspelt one."""
 
-import errno
 import re
 import textwrap
 from collections.abc import Collection
@@ -10,7 +9,6 @@ from pkgutil import resolve_name
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, loggers
-from safetensors import SafetensorError
 from yaml import YAMLError
 
 from qerl_pl import algorithm, datamodules, engines
@@ -18,37 +16,15 @@ from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.cli.commands import TRAINER_COMMANDS
 from qerl_pl.cli.config_checks import CALLBACKS, module_class
 from qerl_pl.datamodules import PromptDataModule
-from qerl_pl.errors import UserError, chain_of_causes, did_you_mean, explain_file_error
+from qerl_pl.errors import UserError, did_you_mean, explain_file_error
 
-_FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-"""Error numbers of a write without space left."""
 _IMPORTING = (AttributeError, ImportError, SyntaxError)
 _PARSING = (*_IMPORTING, TypeError, ValueError, LookupError, OSError, ArgumentError, YAMLError)
 """Errors that jsonargparse raises; any other cause comes from a user's module and keeps its traceback."""
 
-_PLAIN = ("seed_everything", "resume", "ckpt_path", "config", "dry-run", *CALLBACKS)
+_PLAIN = ("seed_everything", "resume", "ckpt_path", "config", "dry-run", "model.optimizer.lr", *CALLBACKS)
 _GROUPS = {"data": PromptDataModule, "rollout": RolloutCallback, "trainer": Trainer}
 """Top-level keys, and the classes whose arguments are the keys below them."""
-_ELSEWHERE = {
-    "rollout.evaluation.samples": "num_generations_eval",
-    "model.optimizer.lr": "lr learning_rate",
-    "model.optimizer.weight_decay": "weight_decay",
-    "model.policy.lora.rank": "r lora_r lora_rank",
-    "model.policy.lora.alpha": "lora_alpha",
-    "model.policy.lora.targets": "target_modules lora_target_modules target_parameters",
-    "model.policy.path": "model_name_or_path model_name",
-    "model.policy.quantization": "load_in_4bit",
-    "rollout.group_size": "num_generations n",
-    "rollout.sampling.max_tokens": "max_completion_length max_new_tokens",
-    "data.path": "dataset dataset_name",
-    "trainer.max_epochs": "epochs num_train_epochs",
-    "trainer.max_steps": "steps",
-    "trainer.default_root_dir": "output_dir",
-    "seed_everything": "seed",
-    "resume": "resume_from_checkpoint",
-}
-"""Keys, and the last names that TRL, PEFT and others have for them."""
-_TRANSLATED = {name: key for key, names in _ELSEWHERE.items() for name in names.split()}
 _PACKAGES = (algorithm, datamodules, engines, loggers)
 _CLASSES = {name for package in _PACKAGES for name in dir(package) if name[0].isupper()}
 """Names of most classes that keys are set to."""
@@ -63,7 +39,9 @@ _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULT
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
     """The message for a user error; None for any other error, which keeps its traceback."""
-    causes = list(chain_of_causes(error))  # jsonargparse wraps errors of the classes that it builds
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:  # jsonargparse wraps errors of the classes that it builds
+        causes.append(cause)
     for cause in causes:
         if isinstance(cause, UserError):
             return _one_line(cause)
@@ -74,21 +52,7 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     for cause in causes:
         if isinstance(cause, MisconfigurationException | ModuleNotFoundError):
             return _one_line(cause)
-    if isinstance(error, OSError) and (line := explain_file_error(error)) is not None:
-        return line
-    if any(map(_is_full_disk, causes)):  # a write names no file
-        return (
-            f"saving needs free disk space; a write found none ({_one_line(error):.80}); free some and run the "
-            "command again, training with --resume auto"
-        )
-    return None
-
-
-def _is_full_disk(error: BaseException) -> bool:
-    """Whether a write failed without space left, or an error came over one, as of an archive that PyTorch closes."""
-    failed = isinstance(error, OSError) and error.errno in _FULL_DISK
-    told = isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in _FULL_DISK)
-    return failed or told or (error.__context__ is not None and _is_full_disk(error.__context__))
+    return explain_file_error(error) if isinstance(error, OSError) else None
 
 
 def _one_line(error: BaseException) -> str:
@@ -118,10 +82,7 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
 
 def _nearest_key(key: str, keys: list[str]) -> str | None:
     """The key whose last name is the most similar, and of several the one that is most similar as a whole."""
-    last = key.rpartition(".")[2]
-    if last in _TRANSLATED:
-        return _TRANSLATED[last]
-    names = get_close_matches(last, {one.rpartition(".")[2] for one in keys}, n=1, cutoff=0.7)
+    names = get_close_matches(key.rpartition(".")[2], {one.rpartition(".")[2] for one in keys}, n=1, cutoff=0.7)
     similar = get_close_matches(key, [one for one in keys if one.rpartition(".")[2] in names], n=1, cutoff=0.0)
     return similar[0] if similar else None
 

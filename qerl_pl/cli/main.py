@@ -104,25 +104,18 @@ class QeRLCLI(LightningCLI):
         self._module = module_class(given)
         self._has_rollouts = issubclass(self._module, QeRLModule)
         self._callback_keys = CALLBACKS if self._has_rollouts else SFT_CALLBACKS
-        self._new_folders: list[Path] = []
-        """Of the run, innermost first, that this process made."""
-        try:
-            super().__init__(
-                self._module,
-                LightningDataModule,  # prompts, or conversations for supervised fine-tuning
-                subclass_mode_data=True,
-                seed_everything_default=0,
-                auto_configure_optimizers=False,
-                save_config_callback=SaveFitConfig,
-                save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
-                # No abbreviations: --model.lr would set model.lr_scheduler.
-                parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},
-                args=args,
-            )
-        finally:  # a run that is refused leaves no empty folders
-            for folder in self._new_folders:
-                with suppress(OSError):
-                    folder.rmdir()
+        super().__init__(
+            self._module,
+            LightningDataModule,  # prompts, or conversations for supervised fine-tuning
+            subclass_mode_data=True,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            save_config_callback=SaveFitConfig,
+            save_config_kwargs={"overwrite": True},  # a resumed run goes on in its folder
+            # No abbreviations: --model.lr would set model.lr_scheduler.
+            parser_kwargs={"exit_on_error": False, "allow_abbrev": False, "description": DESCRIPTION},
+            args=args,
+        )
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -198,7 +191,7 @@ class QeRLCLI(LightningCLI):
             )
         if self._module is QeRLModule:  # so that RUN/config.yaml is the same with and without it
             config.model.pop("class_path", None)
-        complete(config, defaults, self._module)
+        complete(config)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
@@ -232,8 +225,6 @@ class QeRLCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
-        self._new_folders = [folder for folder in (Path(root), *Path(root).parents) if not folder.exists()]
-        Path(root).mkdir(parents=True, exist_ok=True)
         for folder in (Path(root), Path(root) / FOLDER):  # before TensorBoard, whose thread fails at the process's end
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise UserError(
@@ -273,9 +264,11 @@ class QeRLCLI(LightningCLI):
             raise UserError(f"Lightning's Trainer refuses a key: {text:.240}; see qerl fit --help") from error
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
-        """`trainer.callbacks` and those of the top-level keys; a list with a RolloutCallback is complete."""
+        """`trainer.callbacks` and those of the other top-level keys; a list with a RolloutCallback is complete."""
         callbacks = listed(trainer["callbacks"])
-        if any(isinstance(callback, RolloutCallback) for callback in callbacks):
+        kinds = {type(callback) for callback in callbacks}
+        if any(issubclass(kind, RolloutCallback) for kind in kinds):
+            log.info("trainer.callbacks has a RolloutCallback and is complete: keys of callbacks have no effect")
             return callbacks
         if self._has_rollouts:
             rollout = self._get(self.config_init, "rollout")
@@ -286,7 +279,7 @@ class QeRLCLI(LightningCLI):
             callbacks = [RolloutCallback(**rollout), *callbacks]
         off = ("best", "checkpoint") if trainer["enable_checkpointing"] is False else ()
         named = [self._get(self.config_init, key) for key in self._callback_keys if key not in off]
-        return [*callbacks, *filter(None, named)]
+        return [*callbacks, *(one for one in named if one is not None and type(one) not in kinds)]
 
     def fit(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Train, from the checkpoint of `--resume` or `--ckpt_path`."""

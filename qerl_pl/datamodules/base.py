@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
 from qerl_pl.datamodules.table_files import first_line
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.runtime.checks import check_first, check_intervals, check_ranks_divide
+from qerl_pl.runtime.checks import check_first, check_ranks_divide
 from qerl_pl.runtime.communicator import planned_ranks
 from qerl_pl.seeds import stream_seed
 
@@ -144,7 +144,7 @@ class ResumableDataModule(LightningDataModule, ABC):
             ) from error
 
     def _check_settings(self, stage: str, rows: int | None, held_out: int) -> None:
-        """Check sizes, intervals and the trainer's other settings.
+        """Check sizes and the trainer's other settings.
 
         Of `rows`, None if none were read, some may yet prove too long.
         """
@@ -153,7 +153,6 @@ class ResumableDataModule(LightningDataModule, ABC):
         if self.trainer is not None:
             if stage == "fit" and rows is not None:
                 check_ranks_divide(self.batch_size, planned_ranks(self.trainer))
-                check_intervals(self.trainer, self._batches(rows - held_out))
             check_first(self.trainer, stage)
 
     def _check_sizes(self, rows: int, held_out: int) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from qerl_pl.chat.template import Chat, TemplateFrame, render_prompts
 from qerl_pl.datamodules.base import ResumableDataModule
 from qerl_pl.datamodules.tables import Row, TableConfig, checked_rows, warn_of_repeats
-from qerl_pl.errors import UserError, require_at_least, require_type
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import SamplingCallback
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Prompt, PromptBatch
@@ -53,9 +53,6 @@ class PromptDataModule(ResumableDataModule):
         self.instruction = instruction
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the tools in the prompts; set as the rows are read, if all have the same."""
-        require_type(Mapping, {"data.sets": sets or {}}, "name each table: {'hard': TableConfig(...)}")
-        tables = {f"data.sets.{name}": table for name, table in (sets or {}).items()}
-        require_type(TableConfig, tables, "write TableConfig(path=...)")
         self._tables = sets
         self._val: dict[str, list[Prompt]] = {}
         self._test: dict[str, list[Prompt]] = {}

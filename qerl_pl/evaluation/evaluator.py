@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.errors import require_at_least
-from qerl_pl.evaluation.metrics import prompt_metrics
 from qerl_pl.rewards import AnswerReward, extract_answers, normalize_answers
 from qerl_pl.rollout.collector import require_finite_logprobs, sample_completions
 from qerl_pl.rollout.dialogue_sampler import DialogueSampler
@@ -143,12 +142,6 @@ class EvaluatorConfig:
 
     def __post_init__(self) -> None:
         require_at_least(1, {"evaluation.samples": self.samples, "evaluation.batch": self.batch})
-
-    def metric_names(self) -> list[str]:
-        """Names of an evaluation's metrics, of `prompt_metrics`, where every reward applies to a sample."""
-        names = [*(reward.name for reward in self.scorer.rewards), "total"]
-        answer = GradedAnswer(False, None, rewards=dict.fromkeys(names, 0.0))
-        return [*prompt_metrics([EvaluatedPrompt("", answer, [answer] * self.samples)], self.tells_answers)]
 
     @property
     def tells_answers(self) -> bool:

@@ -26,14 +26,10 @@ _named: dict[str, BaseFormat] = {}
 
 
 def named_format(name: str, key: str = "model.policy.quantization") -> BaseFormat:
-    """The format of a name, or of the import path of a user's class.
-
-    Args:
-        name: Of `QUANTIZATIONS`, or a path.
-        key: Of the setting, for error messages.
+    """The format of a name of `QUANTIZATIONS`, or of the import path of a user's class.
 
     Raises:
-        UserError: There is none, or it is no `BaseFormat` that is complete.
+        UserError: There is none, or it is no `BaseFormat` that is complete; it names the setting's `key`.
     """
     if (known := next((one for one in FORMATS if one.name == name), None)) is not None:
         return known
@@ -53,20 +49,12 @@ def named_format(name: str, key: str = "model.policy.quantization") -> BaseForma
 
 
 def format_of(folder: Path) -> BaseFormat:
-    """The format of a base model's folder.
-
-    Raises:
-        UserError: The folder has no config.json, or another format.
-    """
+    """The format of a base model's folder; UserError if it has no config.json, or another format."""
     return format_of_config(read_config(folder), folder)
 
 
 def format_of_config(config: Mapping[str, Any], source: object) -> BaseFormat:
-    """The format of a base model by its config.json.
-
-    Args:
-        config: As `read_config` returns it.
-        source: The folder or name of the model, for the error message.
+    """The format of a base model by its config.json, as `read_config` returns it, of `source`.
 
     Raises:
         UserError: It has another format, or asks for more than the format does.

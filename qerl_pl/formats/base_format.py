@@ -74,20 +74,24 @@ class BaseFormat(ABC):
         """Checkpoint names of the tensors that store a quantized linear."""
         return tuple(f"{linear}.{suffix}" for suffix in self.suffixes)
 
-    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor of the equivalent dense checkpoint, by name, read without the weights.
-
-        Raises:
-            UserError: Stored shapes are of another format.
-        """
-        shapes, stored = {}, tensors.shapes()
-        for name, shape in stored.items():
+    def stored_names(self, tensors: TensorFiles) -> dict[str, tuple[str, ...]]:
+        """Names of the stored tensors that make up each tensor of the equivalent dense checkpoint, by its name."""
+        names = {}
+        for name in tensors:
             linear, _, suffix = name.rpartition(".")
             if suffix == self.suffixes[0]:
-                shapes[f"{linear}.weight"] = self.dense_shape(linear, stored)
+                names[f"{linear}.weight"] = self.tensor_names(linear)
             elif suffix not in (*self.suffixes, *self.dropped):
-                shapes[name] = shape
-        return shapes
+                names[name] = (name,)
+        return names
+
+    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor of the equivalent dense checkpoint, by name; UserError if it is of another format."""
+        stored = tensors.shapes()
+        return {
+            name: stored[name] if group == (name,) else self.dense_shape(name.removesuffix(".weight"), stored)
+            for name, group in self.stored_names(tensors).items()
+        }
 
     def dense_shape(self, linear: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
         """Shape of a linear's weight from those of the stored tensors; by default that of its codes."""
@@ -102,16 +106,7 @@ class BaseFormat(ABC):
         return self.weight(stored).dense(dtype)
 
     def frozen_weight(self, linear: str, tensors: TensorFiles, place: Place) -> FrozenWeight | None:
-        """Load the weight of a linear for the trainer.
-
-        Args:
-            linear: Module name, such as "model.layers.0.self_attn.q_proj".
-            tensors: The checkpoint.
-            place: Moves a tensor to its device.
-
-        Returns:
-            None for a linear that the checkpoint stores in 16 bits.
-        """
+        """Load the weight of a linear (a module name) for the trainer; None if the checkpoint has it in 16 bits."""
         names = self.tensor_names(linear)
         if names[0] not in tensors:
             return None
@@ -125,16 +120,13 @@ class BaseFormat(ABC):
     def stacked_weight(
         self, experts: Sequence[Sequence[str]], tensors: TensorFiles, dtype: torch.dtype, place: Place
     ) -> StackedWeight:
-        """Load linears of a layer's experts for the trainer.
+        """Load linears of a layer's experts for the trainer; UserError if the format stores none.
 
         Args:
             experts: Names of each expert's linears, stacked by rows, such as gate and up.
             tensors: The checkpoint.
             dtype: Of weights that are not quantized.
             place: Moves a tensor to its device.
-
-        Raises:
-            UserError: The format stores no experts.
         """
         raise UserError(
             f"{self.name.upper()} holds no mixture of experts; the base has {experts[0][0]}: use nvfp4, or none"
@@ -145,11 +137,7 @@ class BaseFormat(ABC):
         return (stack,)
 
     def expert_stack(self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Place) -> StackedWeight:
-        """Load a matrix of a layer's experts that the checkpoint stores in one stack, in 16 bits transposed.
-
-        Raises:
-            UserError: The format stores no such stacks.
-        """
+        """Load a stack of a layer's experts, stored transposed in 16 bits; UserError if the format stores none."""
         raise UserError(
             f"{self.name.upper()} holds no experts in stacks; the base has {stack}: take the published weights, or "
             "quantize those in 16 bits to mxfp4"
@@ -157,16 +145,8 @@ class BaseFormat(ABC):
 
     def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of the equivalent dense checkpoint, floating-point tensors as `dtype`, on the CPU."""
-        names, groups = list[str](), list[tuple[str, ...]]()
-        for name in tensors:
-            linear, _, suffix = name.rpartition(".")
-            if suffix == self.suffixes[0]:
-                names.append(f"{linear}.weight")
-                groups.append(self.tensor_names(linear))
-            elif suffix not in (*self.suffixes, *self.dropped):
-                names.append(name)
-                groups.append((name,))
-        for name, group, stored in zip(names, groups, tensors.read_groups(groups), strict=True):
+        names = self.stored_names(tensors)
+        for (name, group), stored in zip(names.items(), tensors.read_groups(names.values()), strict=True):
             yield name, in_dtype(stored[0], dtype) if group == (name,) else self.dense(stored, dtype)
 
     # Rounding
@@ -186,11 +166,7 @@ class BaseFormat(ABC):
     def store(
         self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The tensors that store a matrix of data type `dtype`.
-
-        Returns:
-            Tensors by the suffix that follows the weight's name, and the block scales as a reader decodes them.
-        """
+        """Tensors that store a matrix of type `dtype`, by what follows its name; and its scales as they are read."""
         tensors = (codes, scales) if global_scale is None else (codes, scales, global_scale.clone())
         suffixes = (suffix.removeprefix("weight") for suffix in self.suffixes)
         return dict(zip(suffixes, tensors, strict=True)), scales
@@ -224,9 +200,6 @@ class DenseFormat(BaseFormat):
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
         return quantization is None
 
-    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-        return tensors.shapes()
-
     def frozen_weight(self, linear: str, tensors: TensorFiles, place: Place) -> FrozenWeight | None:
         return None
 
@@ -239,11 +212,6 @@ class DenseFormat(BaseFormat):
 
     def expert_stack(self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Place) -> StackedWeight:
         return DenseStack(place(in_dtype(tensors.read(stack), dtype).transpose(1, 2)))
-
-    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        names = list(tensors)
-        read = tensors.read_groups([(name,) for name in names])
-        return ((name, in_dtype(tensor, dtype)) for name, (tensor,) in zip(names, read, strict=True))
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("16 bits are not rounded")
@@ -303,13 +271,13 @@ class StoredExperts:
         linears = itertools.chain(*self._linears(GATE_UP), *self._linears(DOWN))
         return {tensor for linear in linears for tensor in self.base_format.tensor_names(linear)}
 
-    def weight(self, matrix: str, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> StackedWeight:
+    def weight(self, matrix: str, dtype: torch.dtype, place: Place) -> StackedWeight:
         """One of GATE_UP and DOWN of all experts."""
         if self.experts.stored_in_stacks:
             return self.base_format.expert_stack(f"{self.stacked}.{matrix}", self.tensors, dtype, place)
         return self.base_format.stacked_weight(self._linears(matrix), self.tensors, dtype, place)
 
-    def biases(self, dtype: torch.dtype, place: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    def biases(self, dtype: torch.dtype, place: Place) -> dict[str, Tensor]:
         """Of both matrices by the names in `BIASES`; empty where experts have none."""
         if not self.experts.stored_in_stacks:
             return {}

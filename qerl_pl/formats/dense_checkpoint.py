@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedModel
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
@@ -29,25 +29,24 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def validate_checkpoint(folder: Path) -> PreTrainedModel:
-    """Load a checkpoint's shapes into its text model on the meta device; no weight is read.
+    """Load a checkpoint's shapes into its text model, of a known family, on the meta device; no weight is read.
 
     Raises:
-        UserError: config.json is of no causal language model, the weights do not fit it, quantized ones lack scales or
-            differ in format where they run fused, experts are stored in stacks, the tokenizer is missing or larger
-            than the vocabulary, or an end token is no token id.
+        UserError: config.json is damaged, the weights do not fit it, quantized ones lack scales or differ in format
+            where they run fused, experts are stored in stacks, the tokenizer is missing or larger than the vocabulary,
+            or an end token is no token id.
     """
     base_format, tensors = format_of(folder), TensorFiles(folder)
     base_format.check(tensors)
     inner = text_config(read_config(folder), folder)
     with _transformers_errors(folder, "config.json"):
         config = load_config(folder) if inner is None else AutoConfig.for_model(**inner)
-    model_class = _causal_lm_class(folder, config)
     shapes = base_format.dense_shapes(tensors)
     check_expert_names(config.to_dict(), shapes, folder)
     with _transformers_errors(folder, "config.json"):
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, info = cast(Any, model_class).from_pretrained(
+        model, info = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]).from_pretrained(
             None, config=config, state_dict=state, device_map={"": "meta"}, **options
         )
     _check_weights(folder, shapes, model, info)
@@ -59,12 +58,6 @@ def validate_checkpoint(folder: Path) -> PreTrainedModel:
     _check_tokenizer(folder, config.get_text_config().vocab_size)
     end_token_ids(folder)
     return cast(PreTrainedModel, model)
-
-
-def _causal_lm_class(folder: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"the base must be a causal language model of transformers; {folder} is {config.model_type}")
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 @contextmanager
@@ -136,22 +129,15 @@ def iterate_dense(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tenso
 
 
 def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The causal language model of a folder with dense weights, in evaluation mode, on the CPU, without gradients.
-
-    Raises:
-        UserError: As `iterate_dense`, or the architecture is no causal language model of transformers.
-    """
+    """The causal language model of a folder with dense weights, in evaluation mode, on the CPU, without gradients."""
     format_of(folder)  # first: it names what is wrong with a folder of no model
     config, state = load_config(folder), dict(iterate_dense(folder, dtype))
     family = find_family(config.model_type)
     # SDPA has neither soft caps nor sinks.
     eager = family is not None and (family.score_cap is not None or family.sinks is not None)
-    model: PreTrainedModel = _causal_lm_class(folder, config).from_pretrained(
-        None,
-        config=config,
-        state_dict=state,
-        dtype=dtype,
-        attn_implementation="eager" if eager else "sdpa",
+    attention = "eager" if eager else "sdpa"
+    model: PreTrainedModel = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]).from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, attn_implementation=attention
     )
     for name, parameter in model.named_parameters():  # transformers has cast all
         if family is not None and family.keeps_precision(name):
@@ -160,36 +146,27 @@ def load_dense_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def write_dense_checkpoint(src: Path, dst: Path, dtype: torch.dtype) -> Path:
-    """Write a dense copy of a checkpoint, see `fill_dense_folder`, to a folder that is created atomically.
-
-    Returns:
-        `dst`; an existing folder is left as it is.
-    """
-    if dst.is_dir():
-        return dst
-    with atomic_directory(dst) as folder:
-        fill_dense_folder(src, folder, dtype)
+    """Write a dense copy of a checkpoint to a folder that is created atomically, and left as it is if it exists."""
+    if not dst.is_dir():
+        with atomic_directory(dst) as folder:
+            fill_dense_folder(src, folder, dtype)
     return dst
 
 
 def fill_dense_folder(
     src: Path, folder: Path, dtype: torch.dtype, change: Callable[[str, Tensor], Tensor] | None = None
 ) -> None:
-    """Write a dense copy of a checkpoint into an existing folder, a few GiB in memory at a time.
+    """Write a dense copy of a checkpoint in any base format into an existing folder, a few GiB in memory at a time.
 
-    Args:
-        src: A model folder, in any base format.
-        folder: Of the copy.
-        dtype: Data type of the copy.
-        change: Maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
+    `change` maps (name, float32 tensor) to the tensor that is saved, such as a weight with its adapter merged.
     """
-    family = find_family(read_config(src).get("model_type"))
+    config = read_config(src)
+    family = find_family(config.get("model_type"))
     writer = ShardWriter(folder)
     for name, tensor in iterate_dense(src, torch.float32 if change else dtype):
         keeps = family is not None and family.keeps_precision(name)
         writer.add(name, change(name, tensor).to(dtype) if change and not keeps else tensor)
     writer.finish()
-    config = read_config(src)
     config.pop("quantization_config", None)
     config.pop("torch_dtype", None)
     copy_other_files(src, folder, config | {"dtype": str(dtype).removeprefix("torch.")})

@@ -13,20 +13,10 @@ import logging
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.config import CompressionFormat
-from compressed_tensors.quantization import (
-    DEFAULT_QUANTIZATION_METHOD,
-    QuantizationArgs,
-    QuantizationConfig,
-    QuantizationScheme,
-    QuantizationStatus,
-    QuantizationStrategy,
-    QuantizationType,
-)
 from qerl_kernels import (
     MXFP4Stack,
     MXFP4Tensor,
@@ -45,7 +35,7 @@ from torch import Tensor
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import BaseFormat, DenseFormat, Place, extra_setting
 from qerl_pl.models.families import fused_group
-from qerl_pl.models.folder import TensorFiles, in_dtype
+from qerl_pl.models.folder import TensorFiles
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +56,14 @@ _FP8 = "F8_E4M3"
 class PackedFormat(BaseFormat):
     """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
 
-    compression: ClassVar[CompressionFormat]
+    compression: ClassVar[str]
+    """Its name in compressed-tensors."""
     dtypes: ClassVar[tuple[tuple[str, ...], ...]]
     """Data types of a linear's tensors, in the order of `suffixes`."""
     stores_experts = True
 
     def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
-        return quantization is not None and quantization.get("format") == self.compression.value
+        return quantization is not None and quantization.get("format") == self.compression
 
     def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
         quantization = quantization or {}
@@ -89,7 +80,7 @@ class PackedFormat(BaseFormat):
             needed = {key: weights.get(key) or "absent" for key in _NEEDED}
             asked = {key: value for key, value in weights.items() if (key, value) not in _CALIBRATION}
             free = ("targets", "weights", "input_activations")
-            found.append(extra_setting(group, {"format": self.compression.value}, free))
+            found.append(extra_setting(group, {"format": self.compression}, free))
             found.append(extra_setting(asked | needed, exact["weights"], _FREE_OF_WEIGHTS))
         return next(filter(None, found), None)
 
@@ -129,7 +120,7 @@ class PackedFormat(BaseFormat):
         scales, shape = stored.get(f"{linear}.{self.suffixes[1]}"), (*rows, 2 * half)  # two codes a byte
         if scales not in (None, (*rows, 2 * half // self.block)):
             raise UserError(
-                f"{self.compression.value} has a scale for every {self.block} weights of a row; {linear} has {shape} "
+                f"{self.compression} has a scale for every {self.block} weights of a row; {linear} has {shape} "
                 f"weights and {scales} scales: quantize the 16-bit model"
             )
         return shape
@@ -162,40 +153,29 @@ def _stacked(matrices: Sequence[Tensor]) -> Tensor:
     return torch.stack([matrix.view(torch.uint8) for matrix in matrices]).view(matrices[0].dtype)
 
 
-def quantization_config(
-    compression: CompressionFormat, strategy: QuantizationStrategy, group_size: int, scale_dtype: torch.dtype
-) -> dict[str, Any]:
-    """`quantization_config` of a checkpoint whose linears, except lm_head, have 4-bit float weights.
-
-    Every field is set and no default is written, so that config.json, which a base model's fingerprint covers, is the
-    same with each release of compressed-tensors.
-    """
-    weights = QuantizationArgs(
-        num_bits=4,
-        type=QuantizationType.FLOAT,
-        symmetric=True,
-        strategy=strategy,
-        group_size=group_size,
-        dynamic=False,
-        scale_dtype=scale_dtype,
-        observer="memoryless_minmax",
-    )
-    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
-    config = QuantizationConfig(
-        quant_method=DEFAULT_QUANTIZATION_METHOD,
-        format=compression.value,
-        quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=["lm_head"],
-        config_groups={"group_0": scheme},
-    )
-    document = config.model_dump(mode="json", exclude_unset=True)
-    document["config_groups"]["group_0"]["weights"].pop("zp_dtype", None)  # null, which 0.17 adds
-    return document
+def quantization_config(compression: str, group_size: int, strategy: str, scale_dtype: str) -> dict[str, Any]:
+    """`quantization_config` of a checkpoint whose linears, except lm_head, have 4-bit float weights."""
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "group_size": group_size,
+        "strategy": strategy,
+        "dynamic": False,
+        "scale_dtype": scale_dtype,
+        "observer": "memoryless_minmax",
+    }
+    scheme = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "config_groups": {"group_0": scheme},
+        "quant_method": "compressed-tensors",
+        "format": compression,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+    }
 
 
-NVFP4_CONFIG = quantization_config(
-    CompressionFormat.nvfp4_pack_quantized, QuantizationStrategy.TENSOR_GROUP, 16, torch.float8_e4m3fn
-)
+NVFP4_CONFIG = quantization_config("nvfp4-pack-quantized", 16, "tensor_group", "torch.float8_e4m3fn")
 """`quantization_config` of an NVFP4 checkpoint."""
 MODELOPT = {"quant_method": "modelopt", "group_size": 16}
 """What a `quantization_config` of ModelOpt must say; `TensorFiles` reads the names of its tensors as the others'."""
@@ -240,8 +220,8 @@ class NVFP4Format(PackedFormat):
     """4-bit weights with an E4M3 scale for every 16 weights and a global scale, of compressed-tensors or ModelOpt."""
 
     name = "nvfp4"
-    compression = CompressionFormat.nvfp4_pack_quantized
     config = NVFP4_CONFIG
+    compression = "nvfp4-pack-quantized"
     suffixes = tuple(f"weight_{field}" for field in NVFP4Tensor._fields)
     dtypes = (("U8",), (_FP8,), _WIDE)
     dropped = ("input_global_scale", "input_scale", *_CACHE_SCALES)
@@ -254,11 +234,11 @@ class NVFP4Format(PackedFormat):
 
     def _has_several(self, quantization: Mapping[str, Any] | None) -> bool:
         """Whether compressed-tensors has several formats, NVFP4 among them."""
-        if quantization is None or quantization.get("format") != CompressionFormat.mixed_precision.value:
+        if quantization is None or quantization.get("format") != "mixed-precision":
             return False
         groups = _groups(quantization).values()
         mappings = all(isinstance(group, Mapping) for group in groups)
-        return mappings and any(group.get("format") == self.compression.value for group in groups)
+        return mappings and any(group.get("format") == self.compression for group in groups)
 
     def is_mixed(self, quantization: Mapping[str, Any] | None, tensors: TensorFiles) -> bool:
         cache = any((quantization or {}).get(key) for key in _CACHE) or _any_ends(tensors, _CACHE_SCALES)
@@ -272,11 +252,11 @@ class NVFP4Format(PackedFormat):
             return super().excess(rest)
         own = {}
         for name, group in _groups(rest).items():
-            if group.get("format") == self.compression.value:
+            if group.get("format") == self.compression:
                 own[name] = group
-            elif group.get("format") != CompressionFormat.float_quantized.value or not _is_fp8(group):
+            elif group.get("format") != "float-quantized" or not _is_fp8(group):
                 return f"{group.get('format')} weights {group.get('weights')!s:.80}"
-        return super().excess({**rest, "format": self.compression.value, "config_groups": own})
+        return super().excess({**rest, "format": self.compression, "config_groups": own})
 
     def _excess_of_modelopt(self, quantization: Mapping[str, Any]) -> str | None:
         mixed = _algorithm(quantization) == _MIXED_OF_MODELOPT
@@ -353,7 +333,7 @@ def _any_ends(tensors: TensorFiles, suffixes: tuple[str, ...]) -> bool:
     return any(name.rpartition(".")[2] in suffixes for name in tensors)
 
 
-MXFP4_CONFIG = quantization_config(CompressionFormat.mxfp4_pack_quantized, QuantizationStrategy.GROUP, 32, torch.uint8)
+MXFP4_CONFIG = quantization_config("mxfp4-pack-quantized", 32, "group", "torch.uint8")
 """`quantization_config` of an MXFP4 checkpoint."""
 
 
@@ -374,8 +354,8 @@ class _Rounding(BaseFormat):
 class MXFP4Format(_Rounding, PackedFormat):
     """4-bit weights with a power of two for every 32 weights."""
 
-    compression = CompressionFormat.mxfp4_pack_quantized
     config = MXFP4_CONFIG
+    compression = "mxfp4-pack-quantized"
     suffixes = tuple(f"weight_{field}" for field in MXFP4Tensor._fields)
     dtypes = (("U8",), ("U8",))
     remedy = "use nvfp4, or none"
@@ -414,15 +394,23 @@ class MXFP4StacksFormat(_Rounding, DenseFormat):
     def excess(self, quantization: Mapping[str, Any] | None) -> str | None:
         return extra_setting(quantization or {}, STACKS_CONFIG, ("modules_to_not_convert",))
 
-    def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, shape in tensors.shapes().items():
+    def stored_names(self, tensors: TensorFiles) -> dict[str, tuple[str, ...]]:
+        names = {}
+        for name in tensors:
             if name.endswith(_STORED[0]):
-                experts, rows, blocks, size = shape
-                shapes[name.removesuffix(_STORED[0])] = (experts, 2 * blocks * size, rows)
+                stack = name.removesuffix(_STORED[0])
+                names[stack] = self.stack_names(stack)
             elif not name.endswith(_STORED[1]):
-                shapes[name] = shape
-        return shapes
+                names[name] = (name,)
+        return names
+
+    def dense_shape(self, linear: str, stored: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        experts, rows, blocks, size = stored[f"{linear}{_STORED[0]}"]
+        return experts, 2 * blocks * size, rows
+
+    def dense(self, stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        weight = MXFP4Stack(MXFP4Tensor(stored[0].flatten(-2), stored[1]))
+        return weight.dense(0, weight.shape[0], dtype).transpose(1, 2).contiguous()
 
     def stack_names(self, stack: str) -> tuple[str, ...]:
         return tuple(f"{stack}{suffix}" for suffix in _STORED)
@@ -430,15 +418,6 @@ class MXFP4StacksFormat(_Rounding, DenseFormat):
     def expert_stack(self, stack: str, tensors: TensorFiles, dtype: torch.dtype, place: Place) -> StackedWeight:
         blocks, scales = (tensors.read(name) for name in self.stack_names(stack))
         return MXFP4Stack(MXFP4Tensor(place(blocks.flatten(-2)), place(scales)))
-
-    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name in tensors:
-            if name.endswith(_STORED[0]):
-                stack = name.removesuffix(_STORED[0])
-                weight = self.expert_stack(stack, tensors, dtype, lambda tensor: tensor)
-                yield stack, weight.dense(0, weight.shape[0], dtype).transpose(1, 2).contiguous()
-            elif not name.endswith(_STORED[1]):
-                yield name, in_dtype(tensors.read(name), dtype)
 
     def store(
         self, codes: Tensor, scales: Tensor, global_scale: Tensor | None, dtype: torch.dtype

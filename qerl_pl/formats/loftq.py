@@ -22,14 +22,10 @@ _PREFIX = "base_model.model."
 
 
 def low_rank(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors A [rank, K] and B [N, rank] whose product B A is near the best approximation of this rank.
+    """Factors A [rank, K] and B [N, rank] whose product B A is near the best approximation of a float32 [N, K].
 
     The singular values are shared evenly, so that A and B are of equal norm. The decomposition is randomized
     (`torch.svd_lowrank`) by a fixed seed; the global random state does not change.
-
-    Args:
-        residual: [N, K], float32.
-        rank: At most the smaller side.
     """
     generators = [residual.device] if residual.is_cuda else []
     with torch.random.fork_rng(devices=generators):
@@ -41,14 +37,9 @@ def low_rank(residual: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 class LoftQAdapter:
-    """Collects the adapter of a model that is being quantized.
+    """Collects the adapter of a model that is being quantized to the folder `base`, which the adapter's files record.
 
-    Args:
-        rank: Of every factor.
-        base: Folder of the quantized model, as the adapter's files record it.
-
-    Raises:
-        UserError: The rank is below 1.
+    Its methods raise UserError where the rank is below 1, or exceeds the smaller side of a weight.
     """
 
     def __init__(self, rank: int, base: Path) -> None:
@@ -61,15 +52,7 @@ class LoftQAdapter:
         return ".experts." not in name
 
     def add(self, name: str, residual: Tensor) -> None:
-        """Take up a linear's residual.
-
-        Args:
-            name: Of the weight, "model.layers.0.mlp.up_proj.weight".
-            residual: The weight less what is stored, float32 [N, K].
-
-        Raises:
-            UserError: The rank exceeds the smaller side.
-        """
+        """Take up the residual of a weight of this name: the weight less what is stored, float32 [N, K]."""
         if self._rank > min(residual.shape):
             raise UserError(
                 f"a LoRA rank must not be above the smaller side of a weight; got --loftq_rank {self._rank} for {name} "
@@ -80,11 +63,7 @@ class LoftQAdapter:
             self._tensors[f"{stem}.lora_{side}.weight"] = factor.cpu()
 
     def save(self, folder: Path) -> None:
-        """Write the adapter in PEFT's format, with alpha equal to its rank.
-
-        Raises:
-            UserError: No linear is quantized.
-        """
+        """Write the adapter in PEFT's format, with alpha equal to its rank; UserError if no linear is quantized."""
         if not self._tensors:
             raise UserError(
                 "--loftq_rank needs quantized linears beside experts; this model has none; leave the option out"

@@ -9,7 +9,7 @@ import copy
 import importlib
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import BaseFormat, Place, extra_setting
-from qerl_pl.models.folder import TensorFiles, in_dtype
+from qerl_pl.models.folder import TensorFiles
 
 NF4_BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a magnitude, and magnitudes that share one in turn."""
@@ -55,12 +55,7 @@ def _stored_state(tensor: Tensor) -> dict[str, Any]:
 
 
 class NF4Weight:
-    """A frozen NF4 weight, dequantized by bitsandbytes; a `FrozenWeight`.
-
-    Args:
-        packed: uint8, N K/2 elements.
-        state: Its `QuantState`, with or without double quantization.
-    """
+    """A frozen NF4 weight of N K/2 bytes, dequantized by bitsandbytes; `state` is its `QuantState`, nested or not."""
 
     alpha = 1.0
 
@@ -98,14 +93,19 @@ class NF4Format(BaseFormat):
     def tensor_names(self, linear: str) -> tuple[str, ...]:
         return (f"{linear}.weight", *(f"{linear}.weight.{suffix}" for suffix in _SUFFIXES))
 
+    def stored_names(self, tensors: TensorFiles) -> dict[str, tuple[str, ...]]:
+        return {
+            name: self.tensor_names(name.removesuffix(".weight")) if f"{name}.{_STATE}" in tensors else (name,)
+            for name in tensors
+            if name.rpartition(".weight.")[2] not in _SUFFIXES
+        }
+
     def dense_shapes(self, tensors: TensorFiles) -> dict[str, tuple[int, ...]]:
-        shapes = {}
-        for name, shape in tensors.shapes().items():
-            if f"{name}.{_STATE}" in tensors:  # stored flat, two codes a byte
-                shapes[name] = tuple(_stored_state(tensors.read(f"{name}.{_STATE}"))["shape"])
-            elif name.rpartition(".weight.")[2] not in _SUFFIXES:
-                shapes[name] = shape
-        return shapes
+        shapes = tensors.shapes()
+        return {
+            name: shapes[name] if group == (name,) else tuple(_stored_state(tensors.read(group[-1]))["shape"])
+            for name, group in self.stored_names(tensors).items()
+        }
 
     def check(self, tensors: TensorFiles) -> None:
         """Reject other block sizes and other code books."""
@@ -124,13 +124,12 @@ class NF4Format(BaseFormat):
                 )
 
     def frozen_weight(self, linear: str, tensors: TensorFiles, place: Place) -> NF4Weight | None:
-        weight = f"{linear}.weight"
-        if f"{weight}.absmax" not in tensors:
+        names = self.tensor_names(linear)
+        if names[-1] not in tensors:
             return None
-        packed = place(tensors.read(weight))
-        state = {suffix: tensors.read(f"{weight}.{suffix}") for suffix in _SUFFIXES}
-        state |= {suffix: place(state[suffix]) for suffix in ("absmax", "nested_absmax")}
-        return NF4Weight(packed, _functional().QuantState.from_dict(state, packed.device))
+        held = tensors.read_all(names)
+        stored = [held[name] for name in names]
+        return self.weight([*map(place, stored[:3]), *stored[3:]])  # the rest is small, and no parameter
 
     def first_rows(self, linear: str, tensors: TensorFiles, rows: int, place: Place) -> NF4Weight | None:
         weight = f"{linear}.weight"
@@ -147,14 +146,10 @@ class NF4Format(BaseFormat):
         codes = place(tensors.first_rows(shape[0] * shape[1] // 2).read(weight))
         return NF4Weight(codes, _functional().QuantState.from_dict(held, codes.device))
 
-    def iterate_dense(self, tensors: TensorFiles, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for name in tensors:
-            linear, _, suffix = name.rpartition(".weight")
-            weight = None if suffix else self.frozen_weight(linear, tensors, lambda tensor: tensor)
-            if weight is not None:
-                yield name, weight.dense(dtype)
-            elif suffix.removeprefix(".") not in _SUFFIXES:
-                yield name, in_dtype(tensors.read(name), dtype)
+    def weight(self, stored: Sequence[Tensor]) -> NF4Weight:
+        packed, *state = stored
+        of_suffix = dict(zip(_SUFFIXES, state, strict=True))
+        return NF4Weight(packed, _functional().QuantState.from_dict(of_suffix, packed.device))
 
     def encode(self, rows: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         packed, state = _functional().quantize_4bit(rows, blocksize=NF4_BLOCK, quant_type="nf4")

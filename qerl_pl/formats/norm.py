@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qerl_pl.errors import UserError
-from qerl_pl.models.families import FAMILIES, family_of, family_of_class, noisy_norm_names
+from qerl_pl.models.families import family_of, family_of_class, noisy_norm_names
 
 
 class Float32RMSNorm(nn.Module):
@@ -29,17 +29,12 @@ class Float32RMSNorm(nn.Module):
 
     @classmethod
     def of(cls, name: str, norm: nn.Module) -> Self:
-        """Replacement of a transformers RMSNorm.
-
-        Raises:
-            UserError: The module is no RMSNorm that this class computes.
-        """
+        """Replacement of a transformers RMSNorm; UserError if the module is none that this class computes."""
         family = family_of_class(type(norm).__name__, "RMSNorm")
         if family is None:
-            known = ", ".join(f"{family.classes}RMSNorm" for family in FAMILIES)
             raise UserError(
-                f"noise and trained norms need an RMSNorm of {known}; {name} is a {type(norm).__name__}: describe its "
-                "family as docs/adding-a-family.md shows, or use another model"
+                f"noise and trained norms need an RMSNorm of a known family; {name} is a {type(norm).__name__}: "
+                "describe its family as docs/adding-a-family.md shows, or use another model"
             )
         return cls(norm.get_parameter("weight"), float(getattr(norm, family.norm_eps)), family.norm_offset)
 

@@ -31,14 +31,12 @@ from qerl_pl.formats.base_format import DENSE, BaseFormat
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.loftq import LOFTQ, LoftQAdapter
 from qerl_pl.models.families import (
+    Family,
     check_family,
     family_of,
     fused_group,
-    has_experts,
     linear_shapes,
-    stores_stacks,
     text_config,
-    unquantized,
 )
 from qerl_pl.models.folder import (
     QUANTIZATION_REPORT,
@@ -77,15 +75,7 @@ def quantize_checkpoint(
     A checkpoint in the format already is copied as it is, if DST thereby has something left out: other models than that
     of text, or what `BaseFormat.is_mixed` says, which is dequantized. 16 bits are such a format: `none`.
 
-    Args:
-        src: Folder of a causal LM in Hugging Face format, 16 or 32 bits.
-        dst: Folder to write; must not exist, and appears only when it is complete.
-        format: `nvfp4` (blocks of 16 with an E4M3 scale) and `mxfp4` (blocks of 32 with a power of two), in the layout
-            of compressed-tensors; `nf4` (blocks of 64, double quantization), in that of bitsandbytes; `none`, the
-            text model of a model of text and images as it is; or the import path of a `BaseFormat`.
-        device: Device of the arithmetic. `auto` is the GPU where there is one.
-        loftq_rank: Rank of an adapter in DST/loftq, in PEFT's format, that takes up a part of each linear's error
-            (LoftQ, arXiv 2310.08659); None writes none.
+    Arguments are those of `qerl quantize`.
 
     Raises:
         UserError: `dst` exists, `src` is no model folder, is of no known family, inconsistent or already quantized, has
@@ -103,10 +93,10 @@ def quantize_checkpoint(
         return
     family, needed = family_of(config["model_type"]), "*_proj.weight"
     quantized = {name for name in tensors if family.is_four_bits(name)}
-    if stores_stacks(config):
+    if family.experts is not None and family.experts.stored_in_stacks:
         quantizer, needed = _of_stacks(quantizer, src), "*.experts.*_proj"
         quantized = {name for name in tensors if re.search(rf"\.layers\.\d+\.{fnmatch.translate(needed)}", name)}
-    if has_experts(config) and not quantizer.stores_experts:
+    if family.experts is not None and not quantizer.stores_experts:
         raise UserError(
             f"{quantizer.name.upper()} holds no mixture of experts, which transformers and vLLM read in other layouts; "
             f"{src} has one; {quantizer.remedy}"
@@ -120,7 +110,7 @@ def quantize_checkpoint(
             if name not in quantized:
                 writer.add(name, tensors.read(name))
         writer.finish()
-        copy_other_files(src, folder, config | {"quantization_config": _quantization_config(quantizer, config)})
+        copy_other_files(src, folder, config | {_KEY: _quantization_config(quantizer, family)})
         _report(format, errors, folder / QUANTIZATION_REPORT)
         if adapter is not None:
             adapter.save(folder / LOFTQ)
@@ -128,11 +118,7 @@ def quantize_checkpoint(
 
 
 def _source(src: Path, dst: Path, quantizer: BaseFormat | None) -> tuple[dict[str, Any], TensorFiles]:
-    """Config and tensors of the text model in `src`, checked; in 16 bits, or in the format of `quantizer` with more.
-
-    Raises:
-        UserError: `dst` exists, or `src` is another model, of no known family, or inconsistent.
-    """
+    """Config and tensors of the text model in `src`, checked; in 16 bits, or in the format of `quantizer` with more."""
     config = read_config(src)
     inner = text_config(config, src)
     if inner is None:
@@ -171,11 +157,7 @@ def _copy_text_model(
 def _copy_quantized(
     src: Path, dst: Path, base_format: BaseFormat, config: Mapping[str, Any], tensors: TensorFiles
 ) -> None:
-    """Write a checkpoint as `quantize_checkpoint` would: 4-bit linears as they are, all else in 16 bits.
-
-    What is dequantized gets the data type of the embeddings; of a quantized lm_head that is tied to them nothing is
-    written.
-    """
+    """Write a checkpoint with its 4-bit linears as they are, all else in the embeddings' 16 bits."""
     base_format.report_unused(tensors)
     embeddings = "model.embed_tokens.weight"
     dtype = tensors.first_rows(1).read(embeddings).dtype
@@ -196,7 +178,7 @@ def _copy_quantized(
                 continue
             writer.add("lm_head.weight" if name == head else name, tensor.to(dtype) if quantized else tensor)
         writer.finish()
-        ignored = list(dict.fromkeys((*dense, *unquantized(config))))
+        ignored = list(dict.fromkeys((*dense, *family_of(config["model_type"]).unquantized)))
         copy_other_files(src, folder, {**config, _KEY: {**base_format.config, "ignore": ignored}})
     log.info("wrote %s: a copy of %s with 4-bit linears as they are, and the rest in 16 bits", dst, src)
 
@@ -231,10 +213,10 @@ def _device(name: Device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _quantization_config(quantizer: BaseFormat, config: dict[str, Any]) -> dict[str, Any]:
+def _quantization_config(quantizer: BaseFormat, family: Family) -> dict[str, Any]:
     """That of the format; where it lists linears that stay in 16 bits, with those of the model's family."""
-    document, family = dict(quantizer.config), family_of(config["model_type"])
-    added = {"ignore": unquantized(config), "llm_int8_skip_modules": family.dense_linears}
+    document = dict(quantizer.config)
+    added = {"ignore": family.unquantized, "llm_int8_skip_modules": family.dense_linears}
     return document | {key: [*document[key], *names] for key, names in added.items() if key in document and names}
 
 
@@ -315,11 +297,7 @@ def _quantize_matrix(
     experts: int | None,
     wants_residual: bool,
 ) -> tuple[float, Tensor | None]:
-    """Quantize and write a matrix, or the matrices of so many experts.
-
-    Returns:
-        Its relative squared error, and if that is wanted the weight less what is stored.
-    """
+    """Quantize and write a matrix, or so many experts'; returns its relative squared error and, if wanted, residual."""
     chunks = weight.split(len(weight) if weight.is_cuda else max(1, CHUNK // weight.shape[1]))
     codes, scales = zip(*pool.map(lambda chunk: quantizer.encode(chunk, global_scale), chunks), strict=True)
     stored, stored_scales = quantizer.store(torch.cat(codes), torch.cat(scales), global_scale, weight.dtype)
@@ -353,12 +331,8 @@ def _report(format: str, errors: dict[str, float], path: Path) -> None:
 def local_folder(path: str, key: str = "model.policy.path") -> Path:
     """The folder of a model or adapter, by its path or by its name on the hub, which is downloaded once.
 
-    Args:
-        path: Folder or hub name.
-        key: Configuration key of the path, for error messages.
-
     Raises:
-        UserError: The path is neither a folder nor a model of the hub.
+        UserError: The path, the value of the setting `key`, is neither a folder nor a model of the hub.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -393,12 +367,7 @@ def config_in_reach(path: str) -> dict[str, Any]:
 
 
 def check_quantization(config: Mapping[str, Any], source: object, quantization: str) -> BaseFormat:
-    """The format of a model that is in the requested format, or that can be quantized to it.
-
-    Args:
-        config: Its config.json.
-        source: Its folder or name, for error messages.
-        quantization: The requested format.
+    """The format, by its config.json, of a model that is in the requested format, or that can be quantized to it.
 
     Raises:
         UserError: It is quantized in another format, or in none that trains.
@@ -413,11 +382,7 @@ def check_quantization(config: Mapping[str, Any], source: object, quantization: 
 
 
 def in_format(source: Path, quantization: str) -> Path:
-    """The folder of a model in a format: `source`, or a copy that is quantized once and cached.
-
-    Raises:
-        UserError: The weights are quantized in another format.
-    """
+    """The folder of a model in a format: `source`, or a copy that is quantized once and cached."""
     config = read_config(source)
     base_format = check_quantization(config, source, quantization)
     mixed = base_format is not DENSE and base_format.is_mixed(config.get(_KEY), TensorFiles(source))

@@ -293,15 +293,7 @@ def find_family(model_type: str | None) -> Family | None:
 
 
 def family_of(model_type: str, source: object = "the model") -> Family:
-    """The family of a `model_type`.
-
-    Args:
-        model_type: Of a transformers config.
-        source: Where it is from, for the error message.
-
-    Raises:
-        UserError: It is of no family in `FAMILIES`.
-    """
+    """The family of the `model_type` in a config of `source`; UserError if it is none of `FAMILIES`."""
     if (family := find_family(model_type)) is not None:
         return family
     if model_type in NOT_COMPUTED:
@@ -355,21 +347,9 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
     return family
 
 
-def unquantized(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """`Family.unquantized` of a model, by its config.json; empty for an unknown family."""
-    family = find_family(config.get("model_type"))
-    return () if family is None else family.unquantized
-
-
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
     return _experts(config) is not None
-
-
-def stores_stacks(config: Mapping[str, Any]) -> bool:
-    """Whether checkpoints of a model, by its config.json, store experts in stacks."""
-    experts = _experts(config)
-    return experts is not None and experts.stored_in_stacks
 
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
@@ -378,11 +358,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
 
 
 def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
-    """Reject a checkpoint that stores experts in stacks although its family stores them one by one.
-
-    Raises:
-        UserError: A tensor of `names` is such a stack.
-    """
+    """Raise UserError if a tensor of `names` is a stack of experts although the family stores them one by one."""
     experts = _experts(config)
     if experts is None or experts.stored_in_stacks or experts.published_in_stacks:
         return
@@ -396,11 +372,7 @@ def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: 
 
 
 def text_config(config: Mapping[str, Any], source: object) -> dict[str, Any] | None:
-    """config.json of the text model in a multimodal model; None for a text model.
-
-    Raises:
-        UserError: The text model is of no known family.
-    """
+    """config.json of the text model in a multimodal model; None for a text model. UserError as `check_family`."""
     if not isinstance(inner := config.get("text_config"), Mapping):
         return None
     family = check_family(inner, source)

@@ -32,11 +32,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".ms
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a model folder.
-
-    Raises:
-        UserError: There is no such file, or it is no JSON object.
-    """
+    """`config.json` of a model folder; UserError if there is none, or it is no JSON object."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"a base model is a folder with a config.json; {folder} has none: check the path")
@@ -95,11 +91,7 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> name of its safetensors file.
-
-    Raises:
-        UserError: The folder has no safetensors weights.
-    """
+    """Tensor name -> name of its safetensors file; UserError if the folder has none."""
     index = folder / _INDEX
     if index.is_file():
         files = _json_object(index).get("weight_map")
@@ -156,28 +148,13 @@ def _packed_names(names: Mapping[str, str]) -> dict[str, str]:
 
 
 _FP8_METHODS = ("compressed-tensors", "modelopt")
+"""Of a checkpoint in which `X.weight_scale` beside `X.weight` is a factor of 8-bit codes."""
 _FP8_BLOCK = 128
 """Rows, and columns, of a weight in FP8 that share a scale, where blocks have one."""
 
 
-def _may_have_fp8(folder: Path) -> bool:
-    """Whether `X.weight_scale` beside `X.weight` is a factor of 8-bit codes: a format of a user's own may differ."""
-    quantization = read_config(folder).get("quantization_config") or {}
-    return quantization.get("quant_method") in _FP8_METHODS
-
-
 def _dequantize_fp8(name: str, weight: Tensor, scale: Tensor, rows: int) -> Tensor:
-    """A linear's weight in float32.
-
-    Args:
-        name: For the error message.
-        weight: E4M3 codes [n, K], the first of the matrix.
-        scale: Factor of the matrix, of each row or of each block.
-        rows: Of the matrix.
-
-    Raises:
-        UserError: They are not of these kinds.
-    """
+    """A weight in float32, of E4M3 codes [n, K], the first of so many rows, and a scale of matrix, rows or blocks."""
     blocks, factors = (-(-rows // _FP8_BLOCK), -(-weight.shape[1] // _FP8_BLOCK)), None
     if scale.numel() == 1:
         factors = scale.reshape(1, 1)
@@ -201,18 +178,17 @@ class TensorFiles:
 
     NVFP4 linears of ModelOpt have the names and the global scale that compressed-tensors gives them; experts that a
     family publishes in stacks have the names of experts that are stored one by one. Weights in FP8, of both, are read
-    in float32, and their scales are no tensors.
-
-    Args:
-        folder: Of the model.
+    in float32, and their scales are no tensors. Reading raises UserError where there is no such tensor, or its file is
+    missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._rows: int | None = None
-        files = weight_map(folder)
+        files, config = weight_map(folder), read_config(folder)
         self._stored = {name: stored for stored, name in _packed_names(_text_names(files)).items()}
-        names = list(self._stored) if _may_have_fp8(folder) else []
+        may_have_fp8 = (config.get("quantization_config") or {}).get("quant_method") in _FP8_METHODS
+        names = list(self._stored) if may_have_fp8 else []
         fp8 = [name for name in names if f"{name}_scale" in self._stored and f"{name}_packed" not in self._stored]
         self._scales = {name: self._stored.pop(f"{name}_scale") for name in fp8}
         self._scale_files = {name: files[scale] for name, scale in self._scales.items()}
@@ -221,7 +197,6 @@ class TensorFiles:
         """Stored names of tensors that are no part of the text model."""
         self._parts: dict[str, tuple[int, int, int]] = {}
         """Of tensors that are part of a stack: expert, first row, and the row after the last."""
-        config = read_config(folder)
         family = find_family((config.get("text_config") or config).get("model_type"))
         if family is not None and family.experts is not None and family.experts.published_in_stacks:
             self._unstack()
@@ -256,11 +231,7 @@ class TensorFiles:
         return name in self._files
 
     def headers(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Stored shape and data type of every tensor, from the headers of the files; the type as safetensors names it.
-
-        Raises:
-            UserError: A file is missing or damaged, or lacks a tensor of the index.
-        """
+        """Stored shape and data type (as safetensors names it) of every tensor, from the headers of the files."""
         found: dict[str, tuple[tuple[int, ...], str]] = {}
         for file_name in sorted(set(self._files.values())):
             with _open(self._folder / file_name) as file:
@@ -273,12 +244,11 @@ class TensorFiles:
         return {name: found[stored] for name, stored in self._stored.items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, of an expert's in a stack that of its part.
-
-        Raises:
-            UserError: As `headers`.
-        """
-        return {name: self._shape(name, stored) for name, (stored, _) in self.headers().items()}
+        """Shape of every tensor, of an expert's in a stack that of its part."""
+        shapes = {name: shape for name, (shape, _) in self.headers().items()}
+        for name, (_, start, stop) in self._parts.items():
+            shapes[name] = (stop - start, *shapes[name][2:])
+        return shapes
 
     def require(self, names: Iterable[str]) -> None:
         """Raise UserError if there is no tensor of one of these names."""
@@ -287,28 +257,15 @@ class TensorFiles:
                 f"every quantized weight needs its scales; {self._folder} lacks {missing[0]}; quantize it again"
             )
 
-    def _shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """That of a tensor, from that of the stored one."""
-        _, start, stop = self._parts.get(name, (0, 0, 0))
-        return (stop - start, *stored[2:]) if stop else stored
-
     def read(self, name: str) -> Tensor:
-        """Tensor `name`, on the CPU, in its stored data type.
-
-        Raises:
-            UserError: There is no such tensor, or its file is missing or damaged.
-        """
+        """Tensor `name`, on the CPU, in its stored data type."""
         self.require((name,))
         # An open file would keep every page that was read in the process's memory.
         with _open(self._folder / self._files[name]) as file:
             return self._read(file, name)
 
     def read_all(self, names: Collection[str]) -> dict[str, Tensor]:
-        """As `read`, of several tensors; each file is opened once.
-
-        Raises:
-            UserError: As `read`.
-        """
+        """As `read`, of several tensors; each file is opened once."""
         self.require(names)
         found: dict[str, Tensor] = {}
         for file_name in sorted({self._files[name] for name in names}):
@@ -347,11 +304,7 @@ class TensorFiles:
         return some
 
     def read_groups(self, groups: Iterable[Sequence[str]]) -> Iterator[list[Tensor]]:
-        """The tensors of each group of names, in order; many small groups are read at once, large ones one by one.
-
-        Raises:
-            UserError: As `read`.
-        """
+        """The tensors of each group of names, in order; many small groups are read at once, large ones one by one."""
         shapes, batch, size = self.shapes(), list[Sequence[str]](), 0
         for group in groups:
             batch.append(group)

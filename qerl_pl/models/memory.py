@@ -58,16 +58,13 @@ def kv_cache_size(requested: float | None, share: float | None, device: torch.de
 
 
 def check_length(length: int, needed: int, kv_gib: float | None, least_bytes: Callable[[int], int]) -> None:
-    """Reject an engine that could not finish one sequence.
+    """Raise UserError for an engine that could not finish one sequence.
 
     Args:
         length: Longest sequence the engine prepares for, in tokens.
         needed: Longest sequence the run can request, in tokens.
         kv_gib: Size of the key/value cache; None where the engine chooses it.
         least_bytes: Of the keys and values of a sequence, by its tokens.
-
-    Raises:
-        UserError: The length or the cache is too small.
     """
     if length < needed:
         raise UserError(f"max_model_len must hold prompt and completion, {needed} tokens; got {length}: leave it out")
@@ -86,10 +83,6 @@ def optimizer_bytes(make: Callable[[Iterable[nn.Parameter]], Optimizer], device:
     """Memory of an optimizer's states per weight, measured by steps over small matrices.
 
     The difference of two measurements leaves out counters and tables.
-
-    Args:
-        make: Builds the optimizer.
-        device: Where.
     """
     return (_state_bytes(make, device, 2) - _state_bytes(make, device, 1)) / SAMPLE**2
 

@@ -339,14 +339,9 @@ def _prefill(plan: RunPlan) -> float:
 
 
 def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
-    """Tokens of the longest completion that is a micro-batch of its own and fits; 0 where none does.
+    """Tokens of the longest completion that fits, alone with a prompt of so many in a micro-batch; 0 where none does.
 
     The engine's cache is as set, or holds one such sequence where that is more.
-
-    Args:
-        plan: With any batch.
-        prompt: Tokens of its prompt.
-        gib: Of the GPU.
     """
 
     def fits(length: int) -> bool:

@@ -115,21 +115,19 @@ class Shape:
     def of(cls, config: PretrainedConfig) -> "Shape":
         """That of config.json."""
         family = family_of(config.model_type)
-        if family.keys_as_values is not None:
-            return cls._of_kinds(config)
-        return cls._of_heads(config, config)
-
-    @classmethod
-    def _of_kinds(cls, config: PretrainedConfig) -> "Shape":
-        """That of a model whose heads differ between layers with a window and with full attention."""
+        if family.keys_as_values is None:
+            return cls._of_heads(config, config)
+        # Heads differ between layers with a window and with full attention, of which the last layer is always one.
         layers = tuple(index for index, kind in enumerate(config.layer_types) if kind == "full_attention")
         window = min(set(range(config.num_hidden_layers)) - set(layers), default=0)
         shape = cls._of_heads(config, config.per_layer_config[window])
-        if not layers:
-            return shape
-        has_v = not family_of(config.model_type).layers_without_values(config)
-        full = replace(cls._of_heads(config, config.per_layer_config[layers[0]]), has_v=has_v)
-        return replace(shape, full=replace(full, layers=len(layers), window_layers=0), full_layers=layers)
+        full = replace(
+            cls._of_heads(config, config.per_layer_config[layers[0]]),
+            has_v=not family.layers_without_values(config),
+            layers=len(layers),
+            window_layers=0,
+        )
+        return replace(shape, full=full, full_layers=layers)
 
     @classmethod
     def _of_heads(cls, config: PretrainedConfig, layer: Any) -> "Shape":

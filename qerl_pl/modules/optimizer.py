@@ -33,11 +33,7 @@ def trial_weight() -> nn.Parameter:
 
 
 def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
-    """Build the optimizer of `model.optimizer`.
-
-    Raises:
-        UserError: Its class refuses its arguments or the parameters.
-    """
+    """The optimizer of `model.optimizer`; UserError if its class refuses its arguments or the parameters."""
     try:
         return make(parameters)
     except (RuntimeError, TypeError, ValueError) as error:
@@ -48,11 +44,7 @@ def build_optimizer(make: Callable[[Iterable[nn.Parameter]], Optimizer], paramet
 
 
 def load_schedule(schedule: Schedule, warmup_ratio: float) -> Schedule:
-    """The schedule, with the function in place of a function's name.
-
-    Raises:
-        UserError: There is no such function, or it is to warm up by `warmup_ratio`.
-    """
+    """The schedule, or the function of its name; UserError if there is none, or it is to warm up by `warmup_ratio`."""
     if isinstance(schedule, str) and re.search("[.:]", schedule):
         rule = "lr_scheduler is a schedule of transformers, or a function that makes one of the optimizer"
         schedule = load_named(schedule, rule, "write my_schedules.py:wsd, say", "schedule")
@@ -65,13 +57,7 @@ def load_schedule(schedule: Schedule, warmup_ratio: float) -> Schedule:
 
 
 def build_schedule(schedule: Schedule, optimizer: Optimizer, warmup: int, steps: int) -> LRScheduler:
-    """Build a learning-rate schedule.
-
-    Args:
-        schedule: Name of a schedule of transformers, or what makes one of the optimizer, with settings of its own.
-        optimizer: Optimizer whose learning rate it sets.
-        warmup: Optimizer steps of the warm-up, if it is named.
-        steps: All optimizer steps, if it is named.
+    """Build a learning-rate schedule: a named one has so many optimizer steps, the first of them its warm-up.
 
     Raises:
         UserError: transformers has no such schedule, it needs more than the number of steps, or it is none.

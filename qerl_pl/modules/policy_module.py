@@ -1,8 +1,6 @@
 """What every training of the policy shares: optimizer, learning-rate schedule, checkpoints, the run's result."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least, require_type, take_sigusr1
+from qerl_pl.errors import UserError, require_at_least, take_sigusr1
 from qerl_pl.models.memory import pending_state_bytes
 from qerl_pl.modules.optimizer import (
     WARMUP_RATIO,
@@ -28,19 +26,17 @@ from qerl_pl.modules.optimizer import (
     load_schedule,
     trial_weight,
 )
-from qerl_pl.modules.update import NonFiniteLossError
 from qerl_pl.policy.policy import Policy, PolicyConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import (
     ChecksFirst,
     check_devices,
     limit_epochs,
-    refuse_weight_averaging,
     require_planned_end,
 )
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_directory, folder_fingerprint
-from qerl_pl.runtime.random_state import deterministic, random_state, set_random_state
+from qerl_pl.runtime.random_state import random_state, set_random_state
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
@@ -81,7 +77,6 @@ class PolicyModule(LightningModule, ChecksFirst):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require_type(PolicyConfig, {"model.policy": policy}, "write PolicyConfig(path=...)")
         require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:
@@ -154,13 +149,12 @@ class PolicyModule(LightningModule, ChecksFirst):
         return AutoTokenizer.from_pretrained(self.base_folder)
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
-        """Refuse other precisions and strategies, what a trainer would do to the policy, and a run without an end."""
+        """Refuse other precisions and strategies, and a run without an end."""
         if (precision := trainer.precision) not in ("32-true", "32", 32):
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
         check_devices(trainer)
         if stage == "fit":
-            refuse_weight_averaging(trainer)
             require_planned_end(trainer)
 
     def setup(self, stage: str) -> None:
@@ -218,11 +212,16 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
+    def optimizer_and_schedule(self) -> tuple[LightningOptimizer, LRScheduler]:
+        """The only ones of the training."""
+        optimizer, schedule = self.optimizers(), self.lr_schedulers()
+        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
+        return optimizer, schedule
+
     def on_train_start(self) -> None:
         """Set the configuration's learning rate and weight decay, also in a resumed run."""
         self._is_changed = True
-        optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
+        optimizer, schedule = self.optimizer_and_schedule()
         for index, (group, rates) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
             if isinstance(schedule, LambdaLR):
                 group.update(rates)
@@ -241,29 +240,11 @@ class PolicyModule(LightningModule, ChecksFirst):
             lambda: pending_state_bytes(optimizer.optimizer, self.make_optimizer, self.device)
         )
 
-    @contextmanager
-    def failing_state_saved(self) -> Iterator[None]:
-        """Inside the block, deterministic optimizer steps, a `NonFiniteLossError` saves the state and names it."""
-        try:
-            with deterministic():
-                yield
-        except NonFiniteLossError as error:
-            path = Path(self.trainer.default_root_dir) / "failed" / f"version-{self.policy_version}.ckpt"
-            self.trainer.save_checkpoint(path)
-            raise UserError(
-                f"loss and gradient must be finite; at policy version {self.policy_version} they are not ({error}); "
-                f"the state then is in {path}, to look into; lower the learning rate and go on with --resume auto"
-            ) from error
-
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *_: Any, **__: Any) -> "PolicyModule":
-        """Refuse what needs a trainer: checkpoints lack the base model.
-
-        Raises:
-            UserError: Always.
-        """
+        """Raise UserError: checkpoints lack the base model, which a trainer's module loads."""
         raise UserError(
             f"a checkpoint is loaded into a {cls.__name__} by a Trainer, without one {checkpoint_path} cannot be; give "
             "it as ckpt_path to trainer.fit, validate or test, or export it by `qerl export`"
@@ -301,11 +282,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             )
         config = self.policy_config
         check_fits(
-            state,
-            base=self.base_identity,
-            finetune=config.finetune,
-            scaling=config.scaling,
-            start=self.start_identity,
+            state, base=self.base_identity, finetune=config.finetune, scaling=config.scaling, start=self.start_identity
         )
         steps = state["steps_per_batch"]
         if self.trainer.state.fn == TrainerFn.FITTING and steps != self.steps_per_batch:

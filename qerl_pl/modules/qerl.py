@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.optim.lr_scheduler import LRScheduler
 from torchmetrics import MeanMetric
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
-from qerl_pl.errors import require_at_least, require_type
+from qerl_pl.errors import require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
@@ -24,6 +22,7 @@ from qerl_pl.policy.teacher import Teacher, TeacherConfig
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, check_fits
 from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback
 from qerl_pl.runtime.files import folder_fingerprint
+from qerl_pl.runtime.random_state import deterministic
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.types import Experience, PolicyWeights, PromptBatch
 
@@ -71,8 +70,6 @@ class QeRLModule(PolicyModule):
         require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
         # No default instance: jsonargparse would pass its values to any other class that a user names.
         self.objective = GRPO() if objective is None else objective
-        require_type(Objective, {"model.objective": self.objective}, "write qerl_pl.algorithm.DAPO(), say")
-        require_type(TeacherConfig, {"model.teacher": teacher}, "write TeacherConfig(path=...)")
         measured = 0.0 if policy.finetune == "full" else float(monitor_kl)
         limits = self.micro_batch_tokens, self.max_grad_norm
         self.update = PolicyUpdate(self.objective, update_epochs, minibatches, *limits, measured, self.seed)
@@ -109,13 +106,10 @@ class QeRLModule(PolicyModule):
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""
         super().configure_model()
-        if self._learns_from_teacher and self.teacher is None:
+        learns = self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher
+        if learns and self.teacher is None:
             dtype, device = self.policy_config.torch_dtype, self.trainer.strategy.root_device
             self.teacher = Teacher(self.teacher_config, self.teacher_folder, dtype, device)
-
-    @property
-    def _learns_from_teacher(self) -> bool:
-        return self.trainer.state.fn == TrainerFn.FITTING and self.objective.needs_teacher
 
     @cached_property
     def teacher_folder(self) -> Path:
@@ -143,7 +137,10 @@ class QeRLModule(PolicyModule):
         if self.teacher is not None:
             experience = self._with_teacher(self.teacher, experience)
             metrics["time/teacher_s"] = time.perf_counter() - start
-        metrics |= self._run_update(experience)
+        optimizer, schedule = self.optimizer_and_schedule()
+        with deterministic():
+            ranks = communicator_of(self.trainer)
+            metrics |= self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
         self.policy_version += 1
         metrics["time/update_s"] = seconds = time.perf_counter() - start
         metrics["perf/tokens_per_s"] = experience.sampled_tokens / (experience.seconds + seconds)
@@ -156,13 +153,6 @@ class QeRLModule(PolicyModule):
         if self.objective.needs_teacher_kl:
             return replace(experience, teacher_states=teacher.states(experience, mask, limit))
         return replace(experience, teacher_logprobs=teacher.logprobs(experience, mask, limit))
-
-    def _run_update(self, experience: Experience) -> dict[str, float]:
-        optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
-        with self.failing_state_saved():
-            ranks = communicator_of(self.trainer)
-            return self.update.run(self.policy, experience, optimizer, schedule, self.manual_backward, ranks)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 

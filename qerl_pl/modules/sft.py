@@ -8,10 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.datamodules.conversations import Conversation, ConversationBatch, ConversationDataModule, padded
 from qerl_pl.errors import UserError
@@ -19,9 +17,8 @@ from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
 from qerl_pl.policy.packed_layers import partition_micro_batches
-from qerl_pl.policy.policy import PolicyConfig
-from qerl_pl.runtime.checks import check_monitors
 from qerl_pl.runtime.communicator import Communicator, writes_files
+from qerl_pl.runtime.random_state import deterministic
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
@@ -35,28 +32,14 @@ class SFTModule(PolicyModule):
     """Trains a policy on conversations: the mean negative log-likelihood of a batch's trained tokens, of all ranks.
 
     A training step is one optimizer step, accumulated over micro-batches. Nothing is sampled, and there is no noise.
-
-    Args:
-        policy: Base model, number format and adapter.
-        settings: Of `PolicyModule`.
+    Arguments are those of `PolicyModule`.
     """
 
     kind = "supervised fine-tuning"
 
-    def __init__(
-        self,
-        policy: PolicyConfig = PolicyConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
-        **settings: Any,
-    ) -> None:
-        super().__init__(policy, **settings)
-        self._sums = [0.0, 0.0, 0.0]
-        """Of this validation: negative log-likelihood, tokens predicted right, tokens."""
-
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse another precision, a run without an end, other data, and conversations too long."""
         super().check_first(trainer, stage)
-        if stage == "fit":
-            check_monitors(trainer, ["val/loss", "val/perplexity", "val/mean_token_accuracy"])
         data, positions = _data(trainer), self.policy_config.positions()
         if positions is not None and data.max_length > positions:
             raise UserError(
@@ -78,7 +61,7 @@ class SFTModule(PolicyModule):
         """Take an optimizer step on the batch."""
         start = time.perf_counter()
         self.restore_random_state()
-        with self.failing_state_saved():
+        with deterministic():
             metrics = self._update(batch, communicator_of(self.trainer))
         self.policy_version += 1
         metrics["time/update_s"] = seconds = time.perf_counter() - start
@@ -89,8 +72,7 @@ class SFTModule(PolicyModule):
 
     def _update(self, batch: ConversationBatch, ranks: Communicator) -> dict[str, float]:
         """One optimizer step, equal to that of one process; returns its metrics by TensorBoard tag."""
-        policy, optimizer, schedule = self.policy, self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
+        policy, (optimizer, schedule) = self.policy, self.optimizer_and_schedule()
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", self.policy_version, *own_stream))  # dropout
         micro_batches = self._micro_batches(batch.share(ranks.rank, ranks.size))
@@ -139,7 +121,7 @@ class SFTModule(PolicyModule):
     # Validation ----------------------------------------------------------------------------------------------------
 
     def on_validation_epoch_start(self) -> None:
-        """Begin the sums."""
+        """Begin this validation's sums: of negative log-likelihood, tokens predicted right, and tokens."""
         self._sums = [0.0, 0.0, 0.0]
 
     def validation_step(self, batch: ConversationBatch, batch_idx: int) -> None:

@@ -35,18 +35,6 @@ TOKEN_METRICS = {
 """TensorBoard tag of each metric that the objective sums over tokens."""
 
 
-@dataclass(frozen=True)
-class ReferenceLogprobs:
-    """The reference policy's log-probabilities of a sample of the completions."""
-
-    logprobs: Tensor
-    """[B, T], 0 for completions outside the sample."""
-    sampled: Tensor
-    """Rows in the sample, bool [B]."""
-    scale: float
-    """Completions of all ranks divided by those in the sample: makes the mean KL unbiased."""
-
-
 def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
     """Ascending indices of a random share of all ranks' completions, at least one; the same on all ranks."""
     count = min(max(round(share * completions), 1), completions)
@@ -60,10 +48,6 @@ def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
     row_of[indices] = torch.arange(len(indices), device=indices.device)
     rows = row_of[wanted.to(indices.device)]
     return rows[rows >= 0]
-
-
-class NonFiniteLossError(ArithmeticError):
-    """Loss or gradient is NaN or infinite; this optimizer step was not taken, earlier ones may have been."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +78,6 @@ class PolicyUpdate:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UserError if the share is outside [0, 1]."""
         if not 0 <= self.reference_share <= 1:
             raise UserError(
                 f"model.monitor_kl must be true, false or in [0, 1]; got {self.reference_share}; set it to 0.125, say"
@@ -136,7 +119,7 @@ class PolicyUpdate:
             Metrics by TensorBoard tag: means over all ranks' tokens, NaN where no token trained, and over steps.
 
         Raises:
-            NonFiniteLossError: Loss or gradient is not finite.
+            UserError: Loss or gradient is not finite.
         """
         own_stream = (ranks.rank,) if ranks.rank else ()
         torch.manual_seed(stream_seed(self.seed, "update", experience.version, *own_stream))  # dropout
@@ -156,11 +139,9 @@ class PolicyUpdate:
         return self.micro_batch_tokens or self.max_micro_batch_tokens(experience.lengths, len(experience))
 
     def max_micro_batch_tokens(self, lengths: Tensor, completions: int) -> int:
-        """Tokens of the largest micro-batch that a rank may have.
+        """Tokens of the largest micro-batch that a rank with sequences of these lengths [B] may have.
 
-        Args:
-            lengths: Of this rank's sequences [B].
-            completions: Of all ranks. A minibatch is drawn from them, and may be a single rank's.
+        A minibatch is drawn from all ranks' completions, and may be a single rank's.
         """
         if self.micro_batch_tokens is None:
             rows = max(-(-completions // self.minibatches), 1)
@@ -189,7 +170,11 @@ class RunningUpdate:
         self.completions = len(self.token_counts)
         self.old = torch.zeros_like(experience.sampler_logprobs)
         """Log-probabilities by the policy before the update [B, T]; the first step fills in its own rows."""
-        self.reference: ReferenceLogprobs | None = None
+        self.reference: Tensor | None = None
+        """Log-probabilities by the reference policy [B, T], of the rows in `kl_rows`, bool [B]: a sample."""
+        self.kl_rows = torch.zeros(len(experience), dtype=torch.bool, device=self.mask.device)
+        self.kl_scale = 1.0
+        """Completions of all ranks divided by those in the sample: makes the mean KL unbiased."""
 
     def run(self, optimizer: Optimizer | LightningOptimizer, schedule: LRScheduler) -> dict[str, float]:
         """Take all steps; see `PolicyUpdate.run`."""
@@ -217,7 +202,7 @@ class RunningUpdate:
             totals["grad_norm"] += clip_and_step(optimizer, self.parameters, settings.max_grad_norm, totals["loss"])
             schedule.step()
         if self.reference is not None and "kl" in totals:
-            totals["kl"] *= self.reference.scale
+            totals["kl"] *= self.kl_scale
         policy.checkpointing.synchronize_mode(self.ranks)
         return update_metrics(totals, settings.steps)
 
@@ -250,7 +235,7 @@ class RunningUpdate:
             self.old[rows] = logprobs.detach()
         ref_logprobs = None
         if reference is not None:  # the KL of completions outside the sample is 0
-            ref_logprobs = torch.where(reference.sampled[rows, None], reference.logprobs[rows], logprobs.detach())
+            ref_logprobs = torch.where(self.kl_rows[rows, None], reference[rows], logprobs.detach())
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=self.old[rows],
@@ -277,10 +262,8 @@ class RunningUpdate:
             seed = stream_seed(self.settings.seed, "kl", self.experience.version)
             sample = sampled_indices(share, self.completions, seed)
             rows = local_rows(sample, self.indices, self.completions)
-            logprobs = self._frozen_logprobs(rows, reference=True)
-            scale = self.completions / max(len(sample), 1)
-            self.reference = ReferenceLogprobs(logprobs, torch.zeros_like(needs_old), scale)
-            self.reference.sampled[rows] = True
+            self.reference = self._frozen_logprobs(rows, reference=True)
+            self.kl_rows[rows], self.kl_scale = True, self.completions / max(len(sample), 1)
 
     @torch.no_grad()
     def _frozen_logprobs(self, rows: Tensor, reference: bool = False) -> Tensor:
@@ -317,14 +300,17 @@ class RunningUpdate:
 def clip_and_step(
     optimizer: Optimizer | LightningOptimizer, parameters: list[nn.Parameter], max_norm: float, loss: float
 ) -> float:
-    """Clip the gradient to a norm and take an optimizer step; returns the norm before clipping.
+    """Clip the gradient and take an optimizer step; returns the norm before.
 
     Raises:
-        NonFiniteLossError: Loss or gradient is not finite; no step is taken.
+        UserError: Loss or gradient is not finite; no step is taken.
     """
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm).item()
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise NonFiniteLossError(f"loss {loss:g}, gradient norm {norm:g}")
+        raise UserError(
+            f"loss and gradient must be finite; got loss {loss:g} and gradient norm {norm:g}; lower the learning rate "
+            "and go on with --resume auto"
+        )
     optimizer.step()  # skips parameters without a gradient, weight decay and momentum included
     return norm
 
@@ -339,12 +325,7 @@ def gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tenso
 
 
 def update_metrics(totals: Mapping[str, float], steps: int) -> dict[str, float]:
-    """Means per token and per optimizer step by TensorBoard tag; NaN where no token trained.
-
-    Args:
-        totals: Sums by name, of `LossOutputs.metrics`, and over steps of grad_norm, loss and lr.
-        steps: Optimizer steps.
-    """
+    """Means, by TensorBoard tag, of sums over tokens (NaN where no token trained) and over optimizer steps."""
     tokens = totals["tokens"] or math.nan
     metrics = {tag: totals[name] / tokens for tag, name in TOKEN_METRICS.items() if name in totals}
     metrics["mismatch/chi2"] = totals["mismatch_ratio_squared"] / tokens - 1

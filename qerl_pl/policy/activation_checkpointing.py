@@ -6,6 +6,7 @@ gradients otherwise.
 
 import gc
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -49,22 +50,18 @@ class MemorySettings(NamedTuple):
 
 
 def candidate_settings(mode: Checkpointing, tiles: Tiles, can_tile: bool) -> tuple[MemorySettings, ...]:
-    """Settings to choose from, in the order in which "auto" takes them: the last needs the least memory.
+    """Settings to choose from, as `PolicyConfig` sets them, in the order of "auto": the last needs the least memory.
 
-    Args:
-        mode: As `PolicyConfig.gradient_checkpointing`.
-        tiles: As `PolicyConfig.mlp_tile_tokens`.
-        can_tile: Whether "auto" may take tiles: the model has such MLPs, and no dropout.
+    `can_tile` says whether "auto" may take tiles: the model has such MLPs, and no dropout.
     """
     set_by_hand = None if tiles == "auto" else tiles
     if mode != "auto":
         return (MemorySettings(mode, set_by_hand),)
-    tiled = (
-        [MemorySettings(True, TILE_TOKENS), MemorySettings("offload", TILE_TOKENS)]
-        if tiles == "auto" and can_tile
-        else []
+    tiled: tuple[Checkpointing, ...] = (True, "offload") if tiles == "auto" and can_tile else ()
+    return (
+        *(MemorySettings(one, set_by_hand) for one in MODES),
+        *(MemorySettings(one, TILE_TOKENS) for one in tiled),
     )
-    return (*(MemorySettings(one, set_by_hand) for one in MODES), *tiled)
 
 
 class ActivationCheckpointing:
@@ -75,7 +72,7 @@ class ActivationCheckpointing:
         requested: One of `MODES`, or "auto": every layer is checkpointed until `choose_mode` is called.
         has_dropout: Whether recomputation must restore random states.
         dtype: Of activations; the parameters may be float32 master weights.
-        mlp_tile_tokens: Of the layers' MLPs; None where they are not tiled, "auto" where `requested` may choose tiles.
+        mlp_tile_tokens: As `PolicyConfig.mlp_tile_tokens`.
         reference: A second model, whose MLPs are tiled alike.
 
     Raises:
@@ -91,18 +88,18 @@ class ActivationCheckpointing:
         mlp_tile_tokens: Tiles = None,
         reference: PreTrainedModel | None = None,
     ) -> None:
-        self._base, self._has_dropout, self._dtype, self._enabled = base, has_dropout, dtype, False
-        self._reference = reference
+        self._base, self._reference, self._has_dropout, self._dtype = base, reference, has_dropout, dtype
+        self._enabled = False
         can_tile = not has_dropout and any(type(module) is GatedMLP for module in base.modules())
         self.candidates = candidate_settings(requested, mlp_tile_tokens, can_tile)
         """Settings to choose from."""
         self._is_named_by_tiles = mlp_tile_tokens == "auto"
         self._pending_state_bytes = 8.0  # of AdamW in float32
         self._tokens, self._ranks = 0, 1
-        self.automatic = len(self.candidates) > 1
-        self.chosen = not self.automatic
         self._offload: ActivationOffload | None = None
         self._use(MemorySettings(True, self.candidates[0].tile_tokens) if requested == "auto" else self.candidates[0])
+        self.automatic = len(self.candidates) > 1
+        self.chosen = not self.automatic
 
     @property
     def mode(self) -> Checkpointing:
@@ -121,7 +118,7 @@ class ActivationCheckpointing:
         """Restore what `state` returned; what is set in the configuration stays."""
         saved = {self._name(settings): settings for settings in self.candidates}.get(state or "")
         if self.automatic and saved is not None:
-            self._choose(saved)
+            self._use(saved)
 
     def _name(self, settings: MemorySettings) -> str:
         """The mode as YAML spells it, with the tiles where "auto" took them."""
@@ -151,7 +148,7 @@ class ActivationCheckpointing:
         offloads = self._pinned_bytes() <= min(on_cpu for *_, on_cpu in gathered)
         candidates = self._allowed(self.candidates, offloads)
         needs = {settings: self.needed_bytes(settings, tokens, max_seqlen) for settings in candidates}
-        self._choose(
+        self._use(
             next((settings for settings in candidates if free is None or needs[settings] <= free), candidates[-1])
         )
         log.info(
@@ -167,7 +164,7 @@ class ActivationCheckpointing:
         if self.automatic and ranks.size > 1:
             settings = self.candidates[max(ranks.all_gather(self.candidates.index(self.settings)))]
             if settings != self.settings:
-                self._choose(settings)
+                self._use(settings)
 
     def needed_bytes(self, settings: MemorySettings, tokens: int, max_seqlen: int | None = None) -> int:
         """Bytes that an update will allocate for micro-batches of so many tokens, estimated: activations, and gradients
@@ -198,25 +195,20 @@ class ActivationCheckpointing:
 
     def _allowed(self, candidates: Sequence[MemorySettings], offloads: bool) -> list[MemorySettings]:
         """Those that the CPU's memory allows, without tiles of "auto" that cut no micro-batch so far."""
-        cut = [
-            one
-            for one in candidates
-            if not self._is_named_by_tiles or one.tile_tokens is None or self._tokens > one.tile_tokens
-        ]
+        largest = self._tokens if self._is_named_by_tiles else math.inf
+        cut = [one for one in candidates if one.tile_tokens is None or one.tile_tokens < largest]
         return [one for one in cut if offloads or one.mode != "offload"]
 
     def run_with_oom_fallback(self, work: Callable[[], T], parameters: Sequence[nn.Parameter]) -> T:
         """Run forward and backward passes; if they run out of memory in "auto", repeat them in the next settings.
 
-        Gradients and random numbers are those of a first attempt, up to the rounding by tiles.
+        Gradients, which the parameters do not have before, and random numbers are those of a first attempt, up to the
+        rounding by tiles. OutOfMemoryError in the last settings, or not in "auto", is raised.
 
         Args:
             work: All micro-batches of an optimizer step: repeating only the last one would need a second set of
                 gradients beside the sum, as large as the model in full fine-tuning.
-            parameters: Receive the gradients; they have none before.
-
-        Raises:
-            OutOfMemoryError: Out of memory in the last settings, or not in "auto".
+            parameters: Receive the gradients.
         """
         while (following := self._next_settings()) is not None:
             state = random_state() if self._has_dropout else None
@@ -245,20 +237,16 @@ class ActivationCheckpointing:
 
     def _fall_back(self, settings: MemorySettings, reason: str) -> None:
         before = self.settings
-        self._choose(settings)
+        self._use(settings)
         message = "gradient_checkpointing auto goes on with %s, for %s ran out of memory: %s"
         warn_of_this_rank(log, message, self._name(settings), self._name(before), reason)
         gc.collect()
         if self._base.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _choose(self, settings: MemorySettings) -> None:
-        self.chosen = True
-        self._use(settings)
-
     def _use(self, settings: MemorySettings) -> None:
         """Set up the layers."""
-        self.settings = settings
+        self.settings, self.chosen = settings, True
         if settings.mode != "offload":
             self._offload = None
         elif self._offload is None:

@@ -6,7 +6,7 @@ own, the backward pass fetches a layer's input while the layer above computes, a
 """
 
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,9 @@ def pinned_bytes(layers: int, hidden_size: int, tokens: int, dtype: torch.dtype)
 
 
 class PinnedBlocks:
-    """Blocks of CPU memory that copies from and to one device use in turn, on one stream.
+    """Blocks of CPU memory that copies from and to a device use in turn, on one stream; pinned if that is a GPU.
 
     A block is free for the next copy when the last one has been enqueued, for the stream runs them in order.
-
-    Args:
-        device: Of the tensors; memory is pinned if it is a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,12 +48,9 @@ class PinnedBlocks:
 
 
 class OffloadedTensor:
-    """A copy of a tensor in pinned blocks; they are free again when nothing refers to it.
+    """A copy of a tensor, which must live until `wait` is called, in pinned blocks; free when nothing refers to it.
 
-    Args:
-        tensor: To copy; it must live until `wait` has been called.
-        blocks: To copy to.
-        previous: The tensor that was offloaded before it, whose turn in the backward pass is the next.
+    `previous` was offloaded before it: its turn in the backward pass is the next.
     """
 
     def __init__(self, tensor: Tensor, blocks: PinnedBlocks, previous: "OffloadedTensor | None") -> None:
@@ -129,10 +123,6 @@ class ActivationOffload(saved_tensors_hooks):
         self._last: OffloadedTensor | None = None
         self._copying: Tensor | None = None
         super().__init__(self.pack, self.unpack)
-
-    def __enter__(self) -> Self:  # type: ignore[override]
-        super().__enter__()
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._finish_copy()

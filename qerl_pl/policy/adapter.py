@@ -26,16 +26,10 @@ SAFETENSORS_WEIGHTS_NAME = "adapter_model.safetensors"
 
 
 def load_in_place(own: Mapping[str, Tensor], state: Mapping[str, Tensor], content: str, keys: str) -> None:
-    """Copy a checkpoint's tensors into a policy's detached ones, in place; all or none.
-
-    Args:
-        own: Tensors of the policy by checkpoint name.
-        state: Tensors of the checkpoint.
-        content: Of the state, for the error message.
-        keys: Configuration keys that determine it.
+    """Copy a checkpoint's tensors into a policy's detached ones by name, in place; all or none.
 
     Raises:
-        UserError: Names or shapes differ.
+        UserError: Names or shapes differ; it says what the `content` is, and which configuration `keys` determine it.
     """
     here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (own, state))
     if wrong := sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name)):
@@ -94,11 +88,7 @@ class SavedAdapter:
         return load_file(self.folder / SAFETENSORS_WEIGHTS_NAME)
 
     def spec(self, config: LoraConfig) -> LoraSpec:
-        """The adapter's settings, with the dropout of `config`.
-
-        Raises:
-            UserError: `config` sets another rank, alpha, targets or use_rslora.
-        """
+        """The adapter's settings, with the dropout of `config`; UserError if that has another rank or alpha, say."""
         for name in ("rank", "alpha", "targets", "use_rslora"):
             given, saved = vars(config)[name], vars(self.lora)[name]
             same = set(given) == set(saved) if isinstance(given, tuple | list) else given == saved
@@ -161,27 +151,34 @@ def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | Non
             f"an adapter adds a multiple of B A, of one rank and alpha; {folder / CONFIG_NAME} sets {others[0]}; "
             "merge it into its base with PEFT, and name that model as model.policy.path"
         )
-    names = _names(folder / SAFETENSORS_WEIGHTS_NAME)
+    weights = folder / SAFETENSORS_WEIGHTS_NAME
+    try:
+        with safe_open(weights, "pt") as tensors:
+            names: list[str] = list(tensors.keys())
+    except SafetensorError as error:
+        raise UserError(
+            f"an adapter's weights must be an intact safetensors file; {weights} is not ({error}); copy or export it "
+            "again"
+        ) from error
     if others := [name for name in names if not (_FACTOR.search(name) or name.endswith("norm.weight"))]:
         raise UserError(
             f"a saved adapter may hold factors of linears and norm scales; {folder} has {others[0]}; "
             "merge it into its base with PEFT, and name that model as model.policy.path"
         )
     factors = {name: match[1] for name in names if (match := _FACTOR.search(name))}
-    use_rslora = bool(saved.get("use_rslora"))
     if layers is None and (Path(base) / "config.json").is_file():
         layers = read_config(Path(base)).get("num_hidden_layers")
-    spec = LoraSpec(rank, alpha, _targets(saved, set(factors.values()), layers), use_rslora)
-    with (folder / SAFETENSORS_WEIGHTS_NAME).open("rb") as file:
+    spec = LoraSpec(rank, alpha, _targets(saved, set(factors.values()), layers), bool(saved.get("use_rslora")))
+    with weights.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return SavedAdapter(folder, base, spec, len(names) > len(factors), digest)
 
 
 def _targets(saved: Mapping[str, Any], linears: Collection[str], layers: int | None) -> tuple[str, ...]:
-    """Name suffixes of an adapter's linears, as its weights have them.
+    """Targets that name an adapter's `linears` in a base of so many layers, None for an unknown number.
 
     The last components of the names where every layer has the same; the configuration's own where it lists suffixes;
-    else every linear's full name. `layers` are the base's; None where it is not known.
+    else every linear's full name.
     """
     last = tuple(sorted({linear.rpartition(".")[2] for linear in linears}))
     found = {int(match[1]) for linear in linears if (match := _LAYER.search(linear))}
@@ -197,14 +194,3 @@ def _targets(saved: Mapping[str, Any], linears: Collection[str], layers: int | N
             used = [t for t in own if _LAYER.search(t) or any(names_match(linear, [t]) for linear in linears)]
             return tuple(sorted(used))
     return last if every and (layers is not None or not some) else tuple(sorted(linears))
-
-
-def _names(file: Path) -> list[str]:
-    try:
-        with safe_open(file, "pt") as tensors:
-            names: list[Any] = list(tensors.keys())
-    except SafetensorError as error:
-        raise UserError(
-            f"an adapter's weights must be an intact safetensors file; {file} is not ({error}); copy or export it again"
-        ) from error
-    return names

@@ -69,15 +69,14 @@ def use_packed_delta_nets(model: nn.Module, config: PretrainedConfig, family: Fa
     Raises:
         UserError: Layers that are neither these nor attention remain: they would mix the packed sequences.
     """
-    nets = [name for name, net in model.named_modules() if family_of_class(type(net).__name__, "GatedDeltaNet")]
+    nets = []
     if family.delta_net is not None:
-        for name in nets:
-            model.set_submodule(name, PackedDeltaNet(model.get_submodule(name)))
-    kinds = list(getattr(config, "layer_types", None) or ())
-    others = [kind for kind in kinds if kind not in _ATTENTION]
-    replaced = sum(isinstance(module, PackedDeltaNet) for module in model.modules())
-    if len(others) > replaced:
+        nets = [name for name, net in model.named_modules() if family_of_class(type(net).__name__, "GatedDeltaNet")]
+    for name in nets:
+        model.set_submodule(name, PackedDeltaNet(model.get_submodule(name)))
+    others = [kind for kind in getattr(config, "layer_types", None) or () if kind not in _ATTENTION]
+    if len(others) > len(nets):
         raise UserError(
-            f"layers must keep packed sequences apart; {len(others) - replaced} layers of the {family.model_type} are "
+            f"layers must keep packed sequences apart; {len(others) - len(nets)} layers of the {family.model_type} are "
             f"{others[0]}, which transformers computes across them: describe them as docs/adding-a-family.md shows"
         )

@@ -1,23 +1,16 @@
 """Layers with a mixture of experts, whose frozen weights stay packed: `qerl_kernels.mixture_of_experts` multiplies."""
 
-import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from qerl_kernels import (
-    ExpertBiases,
-    StackedWeight,
-    clamped_swiglu,
-    last_addend,
-    mixture_of_experts,
-)
+from qerl_kernels import ExpertBiases, StackedWeight, clamped_swiglu, last_addend, mixture_of_experts
 from torch import Tensor, nn
 from torch.nn import functional
 
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base_format import BIASES, BaseFormat, StoredExperts
+from qerl_pl.formats.base_format import BIASES, BaseFormat, Place, StoredExperts
 from qerl_pl.models.families import DOWN, GATE_UP, Experts, Family, expert_blocks
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.policy.delta_net import PackedDeltaNet
@@ -78,8 +71,7 @@ class PackedExperts(nn.Module):
             self.register_parameter(name, tensor)
 
     def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden_states [..., hidden] -> the same shape, and the top-k weights where transformers' block returns
-        them."""
+        """hidden_states [..., hidden] -> the same shape, and the top-k weights if transformers' block returns them."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         topk_weights, topk_ids = self.route(x)
         biases = ExpertBiases(*map(self.get_parameter, BIASES)) if self._has_biases else None
@@ -114,24 +106,17 @@ class PackedExperts(nn.Module):
 
 
 def attach_routing_replay(model: nn.Module) -> None:
-    """Set each mixture's replayed experts by a hook of its layer's attention, which is called with the `Packing`, or of
-    its gated delta net.
+    """Set each mixture's replayed experts by a hook of its layer's packed attention, or gated delta net.
 
     Such a hook runs whenever the layer is recomputed, one of the layer itself does not with all releases of
-    transformers. Call it after `use_packed_attention` and `use_packed_delta_nets`.
+    transformers.
     """
     for name, experts in model.named_modules():
         if isinstance(experts, PackedExperts):
-            parts = model.get_submodule(name.rpartition(".")[0]).children()
+            layer = name.rpartition(".")[0]  # model.layers.0
+            parts, index = model.get_submodule(layer).children(), int(layer.rpartition(".")[2])
             mixer = next(part for part in parts if isinstance(part, PackedAttention | PackedDeltaNet))
-            mixer.register_forward_pre_hook(partial(_set_replayed, experts, _layer_index(name)), with_kwargs=True)
-
-
-def _layer_index(name: str) -> int:
-    """Index of a module's layer, from its name."""
-    match = re.search(r"\.layers\.(\d+)\.", name)
-    assert match is not None
-    return int(match[1])
+            mixer.register_forward_pre_hook(partial(_set_replayed, experts, index), with_kwargs=True)
 
 
 def _set_replayed(
@@ -156,7 +141,7 @@ def use_packed_experts(
     base_format: BaseFormat,
     tensors: TensorFiles,
     dtype: torch.dtype,
-    place: Callable[[Tensor], Tensor],
+    place: Place,
     shared: Mapping[str, StackedWeight],
 ) -> tuple[dict[str, Tensor], set[str]]:
     """Replace the mixtures of experts of a model on the meta device by `PackedExperts`, in place.
@@ -172,9 +157,6 @@ def use_packed_experts(
 
     Returns:
         The loaded tensors by parameter name, and the names of the checkpoint's tensors that they, or the engine's, are.
-
-    Raises:
-        UserError: The experts' activation is unknown, or the format stores no experts.
     """
     if family.experts is None:
         return {}, set()

@@ -62,12 +62,7 @@ class _LowPrecisionLinear(torch.autograd.Function):
 
 
 class MasterEmbedding(nn.Module):
-    """Embedding with a trained master weight; the result has the replaced embedding's data type.
-
-    Args:
-        embedding: To be replaced.
-        scale: Multiplies the rows; None for 1.
-    """
+    """Embedding with a trained master weight, in the replaced embedding's data type; a `scale` multiplies the rows."""
 
     def __init__(self, embedding: nn.Embedding, scale: Tensor | None) -> None:
         super().__init__()
@@ -100,11 +95,7 @@ def _master(tensor: Tensor) -> nn.Parameter:
 def use_master_weights(model: PreTrainedModel) -> None:
     """Replace every layer of a causal LM that has weights by one with trained master weights, in place.
 
-    Args:
-        model: Its layers' norms are `Float32RMSNorm` already.
-
-    Raises:
-        UserError: A layer of another kind has weights.
+    Norms of its layers are `Float32RMSNorm` already. UserError if a layer of another kind has weights.
     """
     family = family_of(model.config.model_type)
     scale, noisy = family.embedding_scale, noisy_norm_names([name for name, _ in model.named_modules()], family)

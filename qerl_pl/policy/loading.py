@@ -1,8 +1,7 @@
 """Loading of the frozen base model from its folder and from an engine's weights, compared with the checkpoint."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
-from qerl_pl.formats.base_format import BaseFormat, StoredExperts
+from qerl_pl.formats.base_format import BaseFormat, Place, StoredExperts
 from qerl_pl.formats.norm import use_float32_norms
 from qerl_pl.models.families import GATE_UP, Experts, Family, check_family
 from qerl_pl.models.folder import TensorFiles, load_config
@@ -29,16 +28,10 @@ log = logging.getLogger(__name__)
 
 
 def check_trainable(config: Mapping[str, Any], source: object, full: bool, replays: bool) -> Family:
-    """The family of a base model that can be trained so; every start and dry run comes here first.
-
-    Args:
-        config: Its config.json.
-        source: Its folder, for error messages.
-        full: Whether all weights are to train.
-        replays: Whether the update is to use the sampler's experts.
+    """The family of a base model, by its config.json; every start and dry run comes here first.
 
     Raises:
-        UserError: As `check_family`, its experts or delta nets cannot train, or there are no experts to replay.
+        UserError: As `check_family`, its experts or delta nets cannot train (`full`), or it has none to replay.
     """
     family = check_family(config, source)
     if family.experts is None and replays:
@@ -64,13 +57,8 @@ def load_base(
 ) -> PreTrainedModel:
     """Load a frozen causal LM from a local folder; quantized and shared linears are `FrozenLinear`.
 
-    Quantized weights are never dequantized, shared weights never copied.
-
-    Args:
-        folder: Hugging Face format.
-        dtype: Data type of all tensors that are not quantized.
-        device: Where the tensors go, one by one.
-        shared: Weights of an engine that has loaded the same folder.
+    Quantized weights are never dequantized, shared weights, of an engine with the same folder, never copied; all
+    other tensors are in `dtype`.
 
     Raises:
         UserError: The folder holds no model of a known family, tensors are missing or unexpected, fused
@@ -87,12 +75,16 @@ def load_base(
     base_format.report_unused(tensors)
     with init_empty_weights(include_buffers=False):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+
+    def frozen_parameter(tensor: Tensor) -> Tensor:
+        return nn.Parameter(tensor.to(device), requires_grad=False)
+
     shared = SharedWeights({}, {}) if shared is None else shared
     check_shared_weights(shared, base_format, tensors, family.experts)
     experts, loaded_experts = use_packed_experts(
-        model, family, base_format, tensors, dtype, partial(_frozen_parameter, device=device), shared.experts
+        model, family, base_format, tensors, dtype, frozen_parameter, shared.experts
     )
-    linears = _use_frozen_linears(model, base_format, tensors, device, shared.linears)
+    linears = _use_frozen_linears(model, base_format, tensors, frozen_parameter, shared.linears)
     state = {**_dense_output_layer(base_format, tensors, dtype, device), **shared.tensors, **experts, **linears}
     frozen = [name for name, module in model.named_modules() if isinstance(module, FrozenLinear)]
     stored = {linear: base_format.tensor_names(linear) for linear in frozen}
@@ -156,15 +148,11 @@ def _check_output_layer(
         )
 
 
-def _frozen_parameter(tensor: Tensor, device: torch.device) -> Tensor:
-    return nn.Parameter(tensor.to(device), requires_grad=False)
-
-
 def _use_frozen_linears(
     model: nn.Module,
     base_format: BaseFormat,
     tensors: TensorFiles,
-    device: torch.device,
+    place: Place,
     shared: Mapping[str, FrozenWeight],
 ) -> dict[str, Tensor]:
     """Replace shared and quantized linears by `FrozenLinear`; returns the loaded tensors by parameter name."""
@@ -174,7 +162,7 @@ def _use_frozen_linears(
             continue
         weight = shared.get(name)
         if weight is None:
-            weight = base_format.frozen_weight(name, tensors, partial(_frozen_parameter, device=device))
+            weight = base_format.frozen_weight(name, tensors, place)
             if weight is None:
                 continue
             state |= {f"{name}.{parameter_name(key)}": tensor for key, tensor in weight.tensors().items()}
@@ -192,12 +180,9 @@ NEGLIGIBLE = 1e-4
 def check_shared_weights(
     shared: SharedWeights, base_format: BaseFormat, tensors: TensorFiles, experts: Experts | None
 ) -> None:
-    """Compare the first rows of each shared matrix with the checkpoint's.
+    """Raise UserError if the first rows of a shared matrix are not the checkpoint's.
 
     An engine that reads a scale or a layout otherwise would sample, and train, another base.
-
-    Raises:
-        UserError: They differ.
     """
     for name, expected, actual, largest in _tiles(shared, base_format, tensors, experts):
         actual, expected = actual.float(), expected.to(actual.device, torch.float32)
@@ -242,7 +227,7 @@ def _tiles(
             yield f"{name}, expert {expert}", expected, tile, dense.abs().max()
 
 
-def _place_beside(weight: FrozenWeight | StackedWeight) -> Callable[[Tensor], Tensor]:
+def _place_beside(weight: FrozenWeight | StackedWeight) -> Place:
     """Moves a tensor to a weight's device."""
     device = next(iter(weight.tensors().values())).device
     return lambda tensor: tensor.to(device)

@@ -5,14 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeGuard
 
-from qerl_kernels import (
-    AdaptedWeight,
-    DenseWeight,
-    FrozenWeight,
-    LoraFactors,
-    frozen_linear,
-    frozen_linears,
-)
+from qerl_kernels import AdaptedWeight, DenseWeight, FrozenWeight, LoraFactors, frozen_linear, frozen_linears
 from torch import Tensor, nn
 
 from qerl_pl.errors import UserError
@@ -192,12 +185,8 @@ def shared_input_linears(linears: Sequence[nn.Module], x: Tensor) -> tuple[Tenso
 
 
 def check_targets(model: nn.Module, config: LoraSpec) -> None:
-    """Reject an adapter that does not fit the model, which may be on the meta device.
-
-    Raises:
-        UserError: A target matches no linear of the model (the output layer takes no adapter), or the rank exceeds the
-            smaller side of a weight, but for a gated delta net's linears of few rows.
-    """
+    """Raise UserError if a target of an adapter matches no linear of the model (the output layer takes no adapter), or
+    its rank exceeds the smaller side of a weight, but for a gated delta net's linears of few rows."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     family = find_family(model.config.model_type)  # type: ignore[union-attr, arg-type]
     narrow = () if family is None else family.dense_linears

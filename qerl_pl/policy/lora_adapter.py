@@ -24,16 +24,13 @@ from qerl_pl.seeds import stream_seed
 
 
 def cast_master_weights(groups: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Low-precision copies, bit-equal to `to(dtype)`, in a few kernels forward and backward.
+    """Low-precision copies of each group, concatenated by rows: `to(dtype)` in a few kernels forward and backward.
 
     The gradients of all master weights are computed once the backward pass has reached every copy.
 
     Args:
         groups: Master weights of one device and one data type; the members of a group differ in their rows only.
         dtype: Another data type.
-
-    Returns:
-        The copies of each group, concatenated by rows.
     """
     return _CastMasterWeights.apply(dtype, groups, *(master for group in groups for master in group))
 
@@ -88,12 +85,9 @@ class LoraAdapter:
 
     Args:
         base: The frozen causal LM; the adapter is attached to it in place.
-        config: Of the factors; A is drawn from PyTorch's generator, B is zero: the policy starts as its base.
+        config: Of the factors, see `check_targets`; A is drawn from PyTorch's generator, B is zero.
         train_norms: Train copies of the layers' norms too; PEFT saves them with the adapter.
         base_name: Folder or hub name of the base, as the user gave it.
-
-    Raises:
-        UserError: As `check_targets`.
     """
 
     result = "adapter"
@@ -150,14 +144,8 @@ class LoraAdapter:
         return found
 
     def start_from(self, start: Mapping[str, Tensor]) -> None:
-        """Load a saved adapter, and keep a copy as the reference policy. Norms that it lacks start as the base's.
-
-        Args:
-            start: Its tensors by PEFT's names.
-
-        Raises:
-            UserError: Names or shapes differ.
-        """
+        """Load a saved adapter's tensors by PEFT's names, and keep a copy as the reference policy; UserError where they
+        do not fit. Norms that it lacks start as the base's."""
         own = self.state()
         norms = {name: tensor for name, tensor in own.items() if ".lora_" not in name}
         load_in_place(own, norms | dict(start), self.state_description[0], "model.policy.adapter and model.policy.path")

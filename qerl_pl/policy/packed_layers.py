@@ -224,13 +224,9 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate(x)) * up(x)), with fused LoRA products and activation.
+    """down(act(gate(x)) * up(x)), with fused LoRA products and activation; gate and up may be one linear.
 
     The linears of the replaced transformers MLP become this module's, under the same names.
-
-    Args:
-        mlp: Its linears are gate, up and down, or gate and up in one, and down.
-        activation: Of `ACTIVATIONS`.
     """
 
     down_proj: nn.Module
@@ -266,13 +262,9 @@ class GatedMLP(nn.Module):
 
 
 def tiled(run: Callable[[Tensor], Tensor], x: Tensor, tokens: int, parameters: Sequence[Tensor]) -> Tensor:
-    """run(x), a function of each row by itself, computed in tiles of rows.
+    """run(x), a function of each row of x [..., rows, hidden] by itself, in tiles of at most so many rows (`tokens`).
 
-    Args:
-        run: [..., rows, hidden] to the same shape, with the same result whenever it is called.
-        x: [..., rows, hidden].
-        tokens: Most rows of a tile.
-        parameters: Tensors that require gradients and that `run` uses; they get their gradients.
+    `run` always has the same result. The parameters, which it uses and which require gradients, get theirs.
     """
     return _Tiled.apply(x, run, -(-x.shape[-2] // tokens), *parameters)
 
@@ -323,11 +315,7 @@ def use_gated_mlps(model: nn.Module) -> None:
 
 
 def tile_mlps(model: nn.Module, tokens: int | None) -> None:
-    """Have every `GatedMLP` compute in tiles of so many tokens; None for all at once.
-
-    Raises:
-        UserError: The model has none.
-    """
+    """Have every `GatedMLP` compute in tiles of so many tokens, None for all at once; UserError if there is none."""
     mlps = [module for module in model.modules() if type(module) is GatedMLP]  # shared experts are another class
     if tokens is not None and not mlps:
         raise UserError(

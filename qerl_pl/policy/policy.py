@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, path_text, require_at_least, require_one_of, require_type
+from qerl_pl.errors import UserError, require_at_least, require_one_of
 from qerl_pl.formats.base import format_of, named_format
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -86,14 +87,12 @@ class PolicyConfig:
     replay_routing: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("path", "adapter"):
-            object.__setattr__(self, name, path_text(f"model.policy.{name}", getattr(self, name)))
-        require_type(str, {"model.policy.quantization": self.quantization}, "name a format")
+        for name in ("path", "adapter"):  # as text, which a checkpoint can hold
+            if (path := getattr(self, name)) is not None:
+                object.__setattr__(self, name, os.fspath(path))
         named_format(self.quantization)
         require_one_of(tuple(DTYPES), "model.policy.dtype", self.dtype)
         require_one_of(("lora", "full"), "model.policy.finetune", self.finetune)
-        require_type(LoraConfig, {"model.policy.lora": self.lora}, "write LoraConfig(rank=16), say")
-        require_type(ToyConfig, {"model.policy.toy": self.toy}, "write ToyConfig(), or name a path")
         tiles = None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
         require_at_least(1, {"model.policy.mlp_tile_tokens": tiles})
         if tiles is not None and self.lora.dropout > 0 and self.finetune == "lora":
@@ -123,11 +122,7 @@ class PolicyConfig:
 
     @cached_property
     def lora_spec(self) -> LoraSpec | None:
-        """The adapter that trains; None in full fine-tuning.
-
-        Raises:
-            UserError: `adapter` cannot be read, or contradicts `lora`.
-        """
+        """The adapter that trains, None in full fine-tuning; UserError if `adapter` is none, or contradicts `lora`."""
         if self.finetune == "full":
             return None
         lora = self.lora
@@ -161,21 +156,13 @@ class PolicyConfig:
         return str(folder.absolute()) if folder.is_dir() else self.path
 
     def positions(self) -> int | None:
-        """Longest sequence, in tokens, that the base model knows by its config; None where that does not say.
-
-        Raises:
-            UserError: As `base_folder`, which makes more than this needs.
-        """
+        """Longest sequence, in tokens, that the base model knows by its config; None where that does not say."""
         if self.path is None:
             return POSITIONS
         return longest_sequence(read_config(local_folder(self.path)))
 
     def source_folder(self) -> Path:
-        """Local folder of the model as it is stored; the toy policy's training and downloads are cached.
-
-        Raises:
-            UserError: `path` is neither a folder nor a model of the hub.
-        """
+        """Local folder of the model as it is stored; the toy policy's training and downloads are cached."""
         return build_toy_policy(self.toy) if self.path is None else local_folder(self.path)
 
     def base_folder(self) -> Path:
@@ -247,10 +234,10 @@ class TokenValues(NamedTuple):
 
 
 class Policy(nn.Module):
-    """Base model and its trained weights; knows nothing of rewards or objectives.
+    """Base model in a local folder and its trained weights; knows nothing of rewards or objectives.
 
     Args:
-        folder: Local folder of the base model.
+        folder: As `config.base_folder` returns it.
         config: Of the policy.
         device: Of all tensors.
         seed: Seed of the adapter's initial A matrices.
@@ -361,15 +348,10 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def token_predictions(self, tokens: Tensor, lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probability of each masked token, and whether it is the most likely one.
-
-        Args:
-            tokens: As for `token_values`, like the others.
-            lengths: [B].
-            mask: [B, T], with at least one token.
+        """Natural log-probability of each masked token, and whether it is the most likely one; see `token_values`.
 
         Returns:
-            (natural log-probabilities float32 [M], bool [M]) of the M masked tokens, in row-major order.
+            float32 [M] and bool [M] of the M masked tokens, at least one, in row-major order.
         """
         hidden, head = self._predicting(tokens, lengths, mask, reference=False)
         logprobs, _ = chunked_token_logprobs(hidden, head, tokens[mask], soft_cap=self._logit_cap)
@@ -397,12 +379,9 @@ class Policy(nn.Module):
         if reference and not self.trained.has_start:
             return PolicyWeights(version, None, self.config.scaling, {}, noise)
         with self.trained.reference() if reference else nullcontext():
-            return self._trained_weights(version, noise)
-
-    def _trained_weights(self, version: int, noise: NormNoise | None) -> PolicyWeights:
-        factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
-        tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
-        return PolicyWeights(version, factors, self.config.scaling, tensors, noise)
+            factors = {name: (a.detach(), b.detach()) for name, (a, b) in self.trained.factors().items()}
+            tensors = {name: tensor.detach() for name, tensor in self.trained.tensors().items()}
+            return PolicyWeights(version, factors, self.config.scaling, tensors, noise)
 
     def perturbed(self, seed: int, strength: float = 1.0) -> AbstractContextManager[None]:
         """Inside the block the adapter, or in full fine-tuning a layer, is random; at strength 1 outputs change a lot.

@@ -1,5 +1,6 @@
 """The teacher of on-policy distillation: a frozen model whose log-probabilities the policy is trained towards."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import torch
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor
 
-from qerl_pl.errors import UserError, path_text
+from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -40,14 +41,10 @@ class TeacherConfig:
     offload: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", path_text("model.teacher.path", self.path))
+        object.__setattr__(self, "path", None if self.path is None else os.fspath(self.path))
 
     def folder(self, policy: PolicyConfig) -> Path:
-        """Local folder of the teacher of a policy.
-
-        Raises:
-            UserError: `path` is neither a folder nor a model of the hub.
-        """
+        """Local folder of the teacher of a policy; UserError if `path` is neither a folder nor a model of the hub."""
         return policy.source_folder() if self.path is None else local_folder(self.path, "model.teacher.path")
 
     def torch_dtype(self, policy: torch.dtype) -> torch.dtype:
@@ -74,12 +71,9 @@ class TeacherConfig:
 
 
 def check_same_tokens(teacher: Path, student: Path) -> None:
-    """Check that student and teacher have the same token ids.
+    """Raise UserError if a folder has no tokenizer, a token has other ids, or the teacher's output layer is smaller.
 
-    The output layer of the teacher may be larger: models of one family pad the same vocabulary differently.
-
-    Raises:
-        UserError: A folder has no tokenizer, a token has other ids, or the teacher's output layer is smaller.
+    It may be larger: models of one family pad the same vocabulary differently.
     """
     vocabularies = []
     for folder in (teacher, student):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 
 from qerl_pl.errors import UserError
@@ -31,7 +31,7 @@ class DamagedCheckpoint(UserError):
     """A checkpoint file that is missing, unreadable or differs from what was written."""
 
 
-class AtomicCheckpointIO(CheckpointIO):
+class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a temporary file, then renames it: a kill at any moment leaves the old or the new file."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _PATH, storage_options: Any | None = None) -> None:
@@ -50,10 +50,6 @@ class AtomicCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Load a checkpoint to the CPU, as `load_saved` does."""
         return load_saved(Path(path))
-
-    def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint."""
-        Path(path).unlink(missing_ok=True)
 
 
 def _load(file: Path | BinaryIO, path: _PATH, device: str) -> dict[str, Any]:

@@ -1,16 +1,14 @@
 """Checks of a run's settings, also of Lightning's Trainer, before anything is loaded or written."""
 
 import logging
-import os
-from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.communicator import planned_ranks
@@ -74,22 +72,6 @@ def require_planned_end(trainer: Trainer) -> None:
         )
 
 
-def check_intervals(trainer: Trainer, batches: int) -> None:
-    """Refuse validations by the clock, which runs do not resume, and none within an epoch's training batches."""
-    epochs, interval = trainer.check_val_every_n_epoch, vars(trainer).get("val_check_interval")  # none by the clock
-    if interval is None or interval <= 0 or (epochs is not None and epochs < 1):
-        raise UserError(
-            "validation intervals are counted in batches or epochs, not in time; got "
-            f"val_check_interval={interval} and check_val_every_n_epoch={epochs}; set them above 0, or "
-            "trainer.limit_val_batches to 0 for none"
-        )
-    if isinstance(interval, int) and epochs is not None and interval > batches:
-        raise UserError(
-            f"val_check_interval must not exceed an epoch's {batches} batches; got {interval}; "
-            "lower it, or set trainer.check_val_every_n_epoch to null, which counts on over epochs"
-        )
-
-
 def check_devices(trainer: Trainer) -> None:
     """Refuse a run of several processes by another strategy than this package's: each would train by itself."""
     world_size, strategy = planned_ranks(trainer), trainer.strategy
@@ -103,28 +85,25 @@ def check_devices(trainer: Trainer) -> None:
 
 
 def check_world(trainer: Trainer) -> None:
-    """Refuse another number of processes than the trainer has devices, where SLURM or torchrun starts them.
+    """Refuse another number of processes than the trainer has devices, where torchrun or SLURM starts them.
+
+    Those of a node are compared by Lightning.
 
     Raises:
         UserError: They differ.
     """
-    strategy, ranks = trainer.strategy, planned_ranks(trainer)
-    environment = strategy.cluster_environment if isinstance(strategy, ParallelStrategy) else None
-    if isinstance(environment, TorchElasticEnvironment) or (environment is None and TorchElasticEnvironment.detect()):
-        launcher, expected = "torchrun --nnodes {} --nproc-per-node {}", {"WORLD_SIZE": ranks}
-    elif isinstance(environment, SLURMEnvironment) or (environment is None and SLURMEnvironment.detect()):
-        launcher, expected = "srun --nodes {} --ntasks-per-node {}", {"SLURM_NTASKS": ranks}
-        if ranks > 1:
-            expected |= {"SLURM_NTASKS_PER_NODE": trainer.num_devices, "SLURM_NNODES": trainer.num_nodes}
+    if TorchElasticEnvironment.detect():
+        command, started = "torchrun --nnodes {} --nproc-per-node {}", TorchElasticEnvironment().world_size()
+    elif SLURMEnvironment.detect():
+        command, started = "srun --nodes {} --ntasks-per-node {}", SLURMEnvironment().world_size()
     else:
         return
-    for name, number in expected.items():
-        if (given := os.environ.get(name, str(number))) != str(number):
-            raise UserError(
-                f"a run has one process for each device; got {name}={given} for trainer.devices {trainer.num_devices} "
-                f"and trainer.num_nodes {trainer.num_nodes}; start it by "
-                f"{launcher.format(trainer.num_nodes, trainer.num_devices)}, or set these keys to what was started"
-            )
+    if started != planned_ranks(trainer):
+        raise UserError(
+            f"a run has one process for each device; got {started} for trainer.devices {trainer.num_devices} and "
+            f"trainer.num_nodes {trainer.num_nodes}; start it by "
+            f"{command.format(trainer.num_nodes, trainer.num_devices)}, or set these keys to what was started"
+        )
 
 
 def check_ranks_divide(batch_size: int, ranks: int) -> None:
@@ -132,25 +111,3 @@ def check_ranks_divide(batch_size: int, ranks: int) -> None:
     if batch_size % ranks:
         found = f"got {batch_size} for {ranks}; change one of them"
         raise UserError(f"data.batch_size must be a multiple of the number of devices; {found}")
-
-
-def refuse_weight_averaging(trainer: Trainer) -> None:
-    """Refuse callbacks that average all weights, the frozen 4-bit codes among them."""
-    names = {base.__name__ for callback in trainer.callbacks for base in type(callback).__mro__}  # type: ignore[attr-defined]
-    if found := names & {"WeightAveraging", "StochasticWeightAveraging"}:  # not every Lightning has the first
-        raise UserError(f"weights are not averaged, as the base is frozen and packed; got {found.pop()}; leave it out")
-
-
-def check_monitors(trainer: Trainer, logged: Collection[str]) -> None:
-    """Refuse callbacks that monitor a metric val/... that is not among those `logged`: Lightning stops later."""
-    hooks = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
-    if any(type(hook).__module__.partition(".")[0] not in ("qerl_pl", "lightning") for hook in hooks):
-        return  # a user's may log others
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        monitor = callback.monitor if isinstance(callback, ModelCheckpoint | EarlyStopping) else None
-        if monitor is not None and monitor.startswith("val/") and monitor not in logged:
-            nearest = get_close_matches(monitor, logged) or [*logged][:3]
-            raise UserError(
-                f"a monitored metric must be logged; {type(callback).__name__} monitors {monitor}, and validations log "
-                f"{', '.join(nearest)}; set best.monitor to one of these, or best to null"
-            )

@@ -7,7 +7,6 @@ a process that has ended break at once, and a rank that is silent for `PATIENCE`
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ PERIOD = 1.0
 """Seconds between messages."""
 PATIENCE = 180.0
 """Seconds without a message after which a rank counts as lost; a process may be frozen for a while."""
+LOST = "killed, or its machine or network is lost; run the command again, training with --resume auto"
 _GRACE, _MESSAGE_BYTES, _TAG = 10.0, 4096, 1
 
 
@@ -113,12 +113,6 @@ class FailureDetector:
         Local rank 0 reports; if it is the lost rank, the next process of its machine does.
         """
         reporter = int(not reason and rank == self._communicator.rank - self._local_rank)
-        if not reason:
-            reason, child = "killed, or its machine or network is lost", rank - self._communicator.rank - 1
-            if 0 <= child < len(self._children):
-                with suppress(subprocess.TimeoutExpired):
-                    reason, status = exit_reason(self._children[child].wait(PERIOD))
-            reason += "; run the command again, training with --resume auto"
         time.sleep(2 * PERIOD)  # until all ranks know, and have ended
         for process in self._children:
             process.kill()
@@ -126,12 +120,5 @@ class FailureDetector:
             return
         if self._local_rank == reporter:
             sys.stdout.flush()
-            print(f"qerl: rank {rank}: {reason}", file=sys.stderr, flush=True)
+            print(f"qerl: rank {rank}: {reason or LOST}", file=sys.stderr, flush=True)
         os._exit(status)
-
-
-def exit_reason(status: int) -> tuple[str, int]:
-    """How a process ended, by its exit status, and the status for the run."""
-    if status < 0:
-        return f"its process was ended by {signal.Signals(-status).name}", 128 - status
-    return f"its process ended with status {status}", status or 1

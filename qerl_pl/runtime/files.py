@@ -35,36 +35,37 @@ def cache_root() -> Path:
 def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `target` that is renamed to it when the block ends without an exception.
 
-    One process at a time builds a target; it first removes what killed processes left. A kill between the two renames
-    of a replacement leaves the old folder under a hidden name, which the next process gives back.
+    Only one process may write a target at a time, inside `build_once` or `locked` where several start at once. What a
+    killed process left is removed first. A kill between the two renames of a replacement leaves the old folder under a
+    hidden name, which the next process gives back.
 
     Args:
         target: The folder to create.
         replace: Whether an existing folder is replaced, or a symbolic link to one, whose folder stays as it is.
             Otherwise it stays, as another process has created it meanwhile, and the temporary folder is removed.
-
-    Raises:
-        UserError: The folder cannot be created or locked.
     """
-    with _building(target):
-        folder, old = _hidden(target, "unfinished"), _hidden(target, "replaced")
-        folder.mkdir()
-        mode = stat.S_IMODE(folder.stat().st_mode)
-        try:
-            yield folder
-            for path in [*folder.rglob("*"), folder]:
-                path.chmod(mode if path.is_dir() else mode & 0o666)  # safetensors has its files for their owner
-                _sync(path)
-            if replace or not target.is_dir():
-                if target.is_symlink():
-                    target.unlink()
-                elif target.is_dir():
-                    target.rename(old)
-                folder.rename(target)
-                _sync(target.parent)
-                shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    folder, old = (target.with_name(f".{target.name}.{end}") for end in ("unfinished", "replaced"))
+    if old.is_dir() and not os.path.lexists(target):  # killed between two renames
+        old.rename(target)
+    for path in (folder, old):
+        shutil.rmtree(path, ignore_errors=True)
+    folder.mkdir(parents=True)
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    try:
+        yield folder
+        for path in [*folder.rglob("*"), folder]:
+            path.chmod(mode if path.is_dir() else mode & 0o666)  # safetensors has its files for their owner
+            _sync(path)
+        if replace or not target.is_dir():
+            if target.is_symlink():
+                target.unlink()
+            elif target.is_dir():
+                target.rename(old)
+            folder.rename(target)
+            _sync(target.parent)
+            shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -80,30 +81,12 @@ def build_once(target: Path) -> Iterator[bool]:
     if target.is_dir():
         yield False
         return
-    with _building(target):
-        yield not target.is_dir()
-
-
-@contextmanager
-def _building(target: Path) -> Iterator[None]:
-    """Lock a folder's name, and remove what killed processes left of the folder."""
-    file, folder, old = (_hidden(target, end) for end in ("lock", "unfinished", "replaced"))
-    with ExitStack() as stack:
+    file = target.with_name(f".{target.name}.lock")
+    with _lock(file, -1.0, "folder, for models by QERL_CACHE"):
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(FileLock(file, mode=0o666, is_singleton=True))
-        except OSError as error:
-            raise UserError(
-                f"{target.name} is written to a folder; {target.parent} does not allow it ({error.strerror}); choose "
-                "another folder, for models by QERL_CACHE"
-            ) from error
-        if lock.lock_counter == 1:  # 2 where `build_once` has an `atomic_directory` within
-            stack.callback(file.unlink, missing_ok=True)  # still locked: who waits for it makes another
-            if old.is_dir() and not os.path.lexists(target):  # killed between two renames
-                old.rename(target)
-            for path in (folder, old):
-                shutil.rmtree(path, ignore_errors=True)
-        yield
+            yield not target.is_dir()
+        finally:
+            file.unlink(missing_ok=True)  # still locked: who waits for it makes another
 
 
 @contextmanager
@@ -111,27 +94,33 @@ def locked(folder: Path) -> Iterator[None]:
     """Lock a run's folder for this process. The lock ends with the process, however that ends.
 
     Raises:
-        UserError: Another process has the lock, or the file system has no locks.
+        UserError: Another process has the lock, or the folder cannot be created or locked.
     """
-    file = folder / ".lock"
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(FileLock(file, timeout=0))
-        except OSError as error:
-            reason = "another process uses it" if isinstance(error, Timeout) else error.strerror
-            raise UserError(
-                f"only one process may train in a folder; {folder} cannot be locked ({reason}); wait for the other's "
-                "end, or choose another trainer.default_root_dir"
-            ) from error
+    file, is_new = folder / ".lock", not folder.exists()
+    with _lock(file, 0.0, "trainer.default_root_dir"):
         try:
             yield
         finally:
             if [*folder.iterdir()] == [file]:  # of a start that was refused
                 file.unlink()
+                if is_new:
+                    folder.rmdir()
 
 
-def _hidden(target: Path, end: str) -> Path:
-    return target.with_name(f".{target.name}.{end}")
+@contextmanager
+def _lock(file: Path, timeout: float, another: str) -> Iterator[None]:
+    """Lock a file, waiting for up to `timeout` seconds, or without a limit if that is negative."""
+    with ExitStack() as stack:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(FileLock(file, timeout, mode=0o666))
+        except OSError as error:
+            reason = "another process uses it" if isinstance(error, Timeout) else error.strerror
+            raise UserError(
+                f"only one process may write to a folder; {file.parent} cannot be locked ({reason}); wait for the "
+                f"other's end, or choose another {another}"
+            ) from error
+        yield
 
 
 def _sync(path: Path) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import distributed, nn
 
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector, exit_reason
+from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector
 from qerl_pl.runtime.fork_server import signal_at_end_of_parent
 
 TIMEOUT = timedelta(days=1)
@@ -117,11 +117,11 @@ class UnobservedLauncher(_SubprocessScriptLauncher):
         while not self.have_met.wait(1.0):
             for rank, child in enumerate(self.procs, start=first + 1):
                 if child.poll() is not None:
-                    reason, status = exit_reason(child.returncode)
-                    print(f"qerl: rank {rank}: {reason}, at the start; run the command again", file=sys.stderr)
+                    ended = f"its process ended with status {child.returncode} at the start; run the command again"
+                    print(f"qerl: rank {rank}: {ended}", file=sys.stderr)
                     for process in self.procs:
                         process.kill()
-                    os._exit(status)
+                    os._exit(max(child.returncode, 1))
 
 
 def signal_at_end_of_launcher(number: int) -> None:
