@@ -211,7 +211,7 @@ def test_a_configuration_without_training_rows_is_to_evaluate(
         capsys, *("fit", "-c", "evaluate", "--trainer.default_root_dir", str(tmp_path / "run"), "--rollout.engine"),
         *("TransformersEngine", "--trainer.accelerator", "cpu"),
     )  # fmt: skip
-    assert "training needs rows; PromptDataModule has only sets to evaluate on; use qerl validate or qerl test" in line
+    assert "returns in train_rows; PromptDataModule has no such method; define it, set data to a module that" in line
 
 
 # Folders --------------------------------------------------------------------------------------------------------------

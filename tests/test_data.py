@@ -213,7 +213,7 @@ def test_bigmath_drops_rows_without_an_answer(tmp_path: Path, tokenizer: str, ca
     assert {prompt.id for prompt in prompts_of(data, "train")} == {"train-0", "train-2", "train-4"}
     assert f"2 of 5 rows of {file} have an empty answer: they are left out" in caplog.text
     write_jsonl(file, rows[1:2])
-    with pytest.raises(UserError, match="an answer must not be empty; none of 1 rows of .*bigmath.jsonl has one"):
+    with pytest.raises(UserError, match="needs rows with an answer; none of 1 rows of .*bigmath.jsonl is one"):
         BigMathDataModule(str(file), batch_size=1, val_size=0, tokenizer=tokenizer).setup("fit")
 
 

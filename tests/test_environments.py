@@ -427,6 +427,19 @@ def test_columns_that_reset_does_not_take_are_left_out() -> None:
 # Processes ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["guess", "close"])
+def test_a_tool_may_bring_its_schema(name: str) -> None:
+    """As tools of other libraries, which are known only when the environment is made."""
+
+    def call(**arguments: Any) -> str:
+        return str(arguments)
+
+    vars(call)["json_schema"] = {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+    found = methods_of(type("Others", (NoTools,), {name: staticmethod(call)})())
+    assert found.schemas == [vars(call)["json_schema"]] and found.close is None
+    assert found.tools[name](number=3) == "{'number': 3}"
+
+
 def worker_of(session: Any) -> list[int]:
     """Process id, and number of resets."""
     text = session.call("process", {}).result().text

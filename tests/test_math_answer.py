@@ -369,7 +369,7 @@ def test_a_larger_batch_has_more_time_for_its_slow_answers() -> None:
 
 
 def test_grades_do_not_depend_on_what_was_graded_before() -> None:
-    """Two places for slow answers, of which the first two are hopeless; the third would be right in time."""
+    """Two places for slow answers, of which the first two time out; the third would be right in time."""
 
     class Scripted(MathPool):
         def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
@@ -380,7 +380,7 @@ def test_grades_do_not_depend_on_what_was_graded_before() -> None:
     pool = Scripted(seconds=1.0, batch_seconds=2.0, workers=1)
     for _ in range(2):
         assert pool.equivalent([("18", answer) for answer in "abc"]) == [False] * 3
-    assert asked == ["abc", "ab", "c", ""]  # what is hopeless is asked once
+    assert asked == ["abc", "ab", "c", ""]  # what timed out is asked once
     assert pool.equivalent([("18", answer) for answer in "ac"]) == [False, True]
 
 

@@ -172,7 +172,7 @@ def test_named_tables_are_tested_on_without_a_training_set(tiny_policy_dir: Path
     ]
     assert rows == [("Sums-1-0", "1 + 1", "1002"), ("Sums-1-1", "1 + 2", "3"), ("words-0", "Who?", "\\text{I}")]
     assert [len(list(loader)) for loader in data.val_dataloader()] == [1, 1]
-    with pytest.raises(UserError, match="PromptDataModule has only sets to evaluate on"):
+    with pytest.raises(UserError, match="PromptDataModule has no such method; define it, .* or evaluate on data.sets"):
         PromptDataModule(tokenizer=str(tiny_policy_dir), sets=found).setup("fit")
 
 

@@ -145,13 +145,13 @@ def test_a_conversation_has_the_tokens_of_its_whole_text(scheme: str, template: 
     for settings in ({}, {"assistant_only_loss": True}, {"completion_only_loss": False}):
         data = ConversationDataModule([{"messages": messages}], batch_size=1, val_size=0, **settings)
         (conversation,) = data._render(tokenizer, data.train_rows(), "training")
-        assert list(conversation.token_ids) == ids[: len(conversation.token_ids)]
+        assert conversation.token_ids.tolist() == ids[: len(conversation.token_ids)]
         assert conversation.token_ids[-1] == tokenizer.eos_token_id
         if not settings:
             prompt = render_prompt(tokenizer, messages[:-1], None)  # as rollouts see it
-            assert list(conversation.token_ids[: len(prompt)]) == prompt
+            assert conversation.token_ids[: len(prompt)].tolist() == prompt
             learned = len(conversation.token_ids) - len(prompt)
-            assert conversation.trained == (False,) * len(prompt) + (True,) * learned
+            assert conversation.trained.tolist() == [False] * len(prompt) + [True] * learned
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -171,7 +171,7 @@ def test_text_goes_on_without_a_space_of_its_own(scheme: str, prompt: str, compl
     data = ConversationDataModule([{"prompt": prompt, "completion": completion}], batch_size=1, val_size=0)
     (conversation,) = data._render(tokenizer, data.train_rows(), "training")
     own = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    assert list(conversation.token_ids[: len(own)]) == own
+    assert conversation.token_ids[: len(own)].tolist() == own
     after = " " if scheme in ("legacy", "always") and prompt.endswith(">") else ""  # a text after a special token
     decoded = tokenizer.decode(conversation.token_ids)
     assert decoded == f"{tokenizer.decode(own)}{after}{completion}</s>"

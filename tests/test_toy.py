@@ -251,10 +251,10 @@ def test_careful_play_halves_and_careless_play_counts() -> None:
 def test_splits_differ_by_names_and_numbers_cover_the_range() -> None:
     game = GuessingGame(highest=7)
     train, held_out = ([game.problem(index, split) for index in range(200)] for split in ("train", "validation"))
-    assert not {question for question, _ in train} & {question for question, _ in held_out}
-    assert {number for _, number in train} == {number for _, number in held_out} == set(range(1, 8))
+    assert not {game.question for game in train} & {game.question for game in held_out}
+    assert {game.answer for game in train} == {game.answer for game in held_out} == set(range(1, 8))
     rows = GuessingDataModule(game, train_size=3, batch_size=1).train_rows()
-    assert [(row.question, row.reference) for row in rows] == [(text, str(number)) for text, number in train[:3]]
+    assert [(row.question, row.reference) for row in rows] == [(game.question, str(game.answer)) for game in train[:3]]
 
 
 @pytest.mark.parametrize("careless", [False, True])
@@ -262,15 +262,15 @@ def test_demonstrations_are_the_tokens_of_a_dialogue(careless: bool) -> None:
     tokenizer, game = build_tokenizer(TOOLS_TEMPLATE), GuessingGame(highest=15, turns=4)
     end, demonstrate = int(tokenizer.eos_token_id), game_demonstrator(game, tokenizer)
     for index in range(20):
-        question, number = game.problem(index, "train")
-        plays = iter(game.play(number, careless))
+        problem = game.problem(index, "train")
+        plays = iter(game.play(problem.answer, careless))
 
         def says(request: RolloutRequest, plays: Any = plays) -> tuple[list[int], bool]:
             return [*tokenizer(next(plays)[0])["input_ids"], end], True
 
         config = EnvironmentConfig(PATTERN, max_turns=4)
         sampler = DialogueSampler(config, LocalPool(Game), tokenizer, [end], 200)
-        job = DialogueJob(Prompt("p", (), question, str(number)), 0)
+        job = DialogueJob(Prompt("p", (), problem.question, str(problem.answer)), 0)
         (found,) = sampler.sample(Talking(says), [job], SamplingConfig(max_tokens=200), 0)  # type: ignore[arg-type]
         ids, labels = demonstrate(index, careless)
         assert found.prompt_ids is not None and found.sampled is not None

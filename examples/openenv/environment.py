@@ -8,7 +8,6 @@ from urllib.request import urlopen
 from openenv.core import GenericEnvClient
 from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
 
-from qerl_pl.environments.contract import with_tools
 from qerl_pl.runtime.import_path import load_named
 
 
@@ -48,11 +47,12 @@ class OpenEnv:
             listed = self._step({"type": "list_tools"})["tools"]
             keys = {"name": "name", "description": "description", "parameters": "input_schema"}
             schemas = [{key: entry[name] for key, name in keys.items()} for entry in listed]
-            with_tools(self, {entry["name"]: self._mcp_tool(entry["name"]) for entry in listed}, schemas)
+            _with_tools(self, {entry["name"]: self._mcp_tool(entry["name"]) for entry in listed}, schemas)
         else:
             fields = {name: field for name, field in schema.get("properties", {}).items() if name != "metadata"}
             parameters = {**schema, "properties": fields}
-            with_tools(self, {tool: self._act}, [{"name": tool, "description": description, "parameters": parameters}])
+            schemas = [{"name": tool, "description": description, "parameters": parameters}]
+            _with_tools(self, {tool: lambda **action: self._act(**action)}, schemas)
 
     def reset(self, **row: Any) -> str:
         """Begin an episode."""
@@ -99,3 +99,11 @@ def _text(shown: Mapping[str, Any]) -> str:
         result = shown["result"]
         value = result["data"] if isinstance(result, Mapping) and "data" in result else result
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _with_tools(environment: Any, tools: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Offer functions as methods of the environment, each with its name, description and parameters as JSON schema."""
+    for schema in schemas:
+        tools[schema["name"]].json_schema = {"type": "function", "function": dict(schema)}
+    kind = type(environment)
+    environment.__class__ = type(kind.__name__, (kind,), {name: staticmethod(tool) for name, tool in tools.items()})

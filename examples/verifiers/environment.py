@@ -8,7 +8,6 @@ import verifiers.v1 as vf
 from mcp.server.mcpserver import MCPServer
 from verifiers.v1.utils.decorators import discover_decorated
 
-from qerl_pl.environments.contract import with_tools
 from qerl_pl.runtime.import_path import load_named
 
 
@@ -76,7 +75,7 @@ class Verifiers:
             {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
             for tool in listed
         ]
-        with_tools(self, {name: self._caller(name) for name in names}, schemas)
+        _with_tools(self, {name: self._caller(name) for name in names}, schemas)
 
     def _caller(self, name: str) -> Any:
         async def call(**arguments: Any) -> str:
@@ -96,3 +95,11 @@ class Verifiers:
 
 def _answered(self: Any, text: str) -> tuple[str, bool]:
     return "", True
+
+
+def _with_tools(environment: Any, tools: Mapping[str, Any], schemas: Sequence[Mapping[str, Any]]) -> None:
+    """Offer functions as methods of the environment, each with its name, description and parameters as JSON schema."""
+    for schema in schemas:
+        tools[schema["name"]].json_schema = {"type": "function", "function": dict(schema)}
+    kind = type(environment)
+    environment.__class__ = type(kind.__name__, (kind,), {name: staticmethod(tool) for name, tool in tools.items()})

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import SYSTEM_PROMPT, check_template_kwargs
 from qerl_pl.datamodules.table_files import first_line
-from qerl_pl.datamodules.tables import draw
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import check_first, check_ranks_divide
 from qerl_pl.runtime.communicator import planned_ranks
@@ -63,29 +62,6 @@ class PromptSampler(DistributedSampler[int]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Resume at a saved position."""
         self.epoch, self._yielded, self._start = state["epoch"], state["yielded"], state["yielded"]
-
-
-def load_tokenizer(trainer: Trainer | None, path: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a data module.
-
-    Args:
-        trainer: The run's trainer; None outside of one.
-        path: Folder or hub name; None takes the policy's.
-
-    Raises:
-        UserError: It cannot be loaded, or there is no policy.
-    """
-    if path is None:
-        if trainer is None:
-            raise UserError("without a Trainer there is no policy whose tokenizer could be used; set tokenizer.")
-        return cast(PreTrainedTokenizerBase, trainer.lightning_module.tokenizer)
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"tokenizer must be a folder or hub name; {path} cannot be loaded: {first_line(error)}; correct it, or set "
-            "null to take the policy's."
-        ) from error
 
 
 class ResumableDataModule(LightningDataModule, ABC):
@@ -153,6 +129,20 @@ class ResumableDataModule(LightningDataModule, ABC):
     def _prepare(self, stage: str) -> None:
         """Read, render and split the rows that the stage needs and that are not read yet, after all checks."""
 
+    def _load_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer that `tokenizer` names, or the policy's; UserError if there is none."""
+        if self.tokenizer is None:
+            if self.trainer is None:
+                raise UserError("without a Trainer there is no policy whose tokenizer could be used; set tokenizer.")
+            return cast(PreTrainedTokenizerBase, self.trainer.lightning_module.tokenizer)
+        try:
+            return AutoTokenizer.from_pretrained(self.tokenizer)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"tokenizer must be a folder or hub name; {self.tokenizer} cannot be loaded: {first_line(error)}; "
+                "correct it, or set null to take the policy's."
+            ) from error
+
     def _check_settings(self, stage: str, rows: int | None, held_out: int) -> None:
         """Check sizes and the trainer's other settings.
 
@@ -179,29 +169,34 @@ class ResumableDataModule(LightningDataModule, ABC):
                 f"prompts{which}; lower {'one of them' if held_out else 'it'}."
             )
 
-    def _short(self, lengths: Sequence[int], limit: str, use: str) -> list[int]:
-        """Indices of the rows whose tokens are within the limit of that name; UserError if there is none."""
-        most, rows = getattr(self, limit), self._content.removeprefix("training ")
-        short = [index for index, length in enumerate(lengths) if length <= most]
+    def _short(self, rows: Sequence[Any], limit: str, use: str) -> list[Any]:
+        """The rows whose tokens are within the limit of that name; UserError if there is none."""
+        most, kind = getattr(self, limit), self._content.removeprefix("training ")
+        short = [row for row in rows if len(row.token_ids) <= most]
         if not short:
             raise UserError(
-                f"{use} needs {rows} of at most {limit}={most} tokens; none of {len(lengths)} is, the shortest has "
-                f"{min(lengths)}; raise it, or choose other rows."
+                f"{use} needs {kind} of at most {limit}={most} tokens; none of {len(rows)} is, the shortest has "
+                f"{min(len(row.token_ids) for row in rows)}; raise it, or choose other rows."
             )
-        log.info(f"{len(short)} {use} {rows}; {len(lengths) - len(short)} longer than {limit}={most} dropped")
+        log.info(f"{len(short)} {use} {kind}; {len(rows) - len(short)} longer than {limit}={most} dropped")
         return short
 
-    def _hold_out(self, ids: Sequence[str], count: int) -> tuple[list[int], list[int]]:
-        """Indices of the rows to validate on, drawn by seed and id, and of the others."""
-        held_out = draw(ids, count, self.seed)
-        return held_out, sorted({*range(len(ids))} - {*held_out})
+    def _draw(self, rows: Sequence[Any], count: int) -> list[Any]:
+        """Rows to validate on, drawn by seed and id so that another token limit changes few of them."""
+        drawn = sorted(rows, key=lambda row: stream_seed(self.seed, "held out", row.id))[:count]
+        return sorted(drawn, key=lambda row: (len(row.id), row.id))
 
-    def _set_train(self, rows: Sequence[Any]) -> None:
-        self._train = rows
+    def _set_train(self, rows: Sequence[Any], held_out: int) -> list[Any]:
+        """Train on the rows but for those held out, which are returned."""
+        self._check_sizes(len(rows), held_out)
+        drawn = self._draw(rows, held_out)
+        ids = {row.id for row in drawn}
+        self._train = [row for row in rows if row.id not in ids]
         digest = hashlib.sha256()
-        for row in rows:
+        for row in self._train:
             digest.update(row.fingerprint().encode())
         self._digest = digest.hexdigest()
+        return drawn
 
     @property
     def batches_per_epoch(self) -> int:
@@ -226,11 +221,15 @@ class ResumableDataModule(LightningDataModule, ABC):
         )
 
     def _fixed_loader(self, rows: Sequence[Any]) -> DataLoader[Any]:
-        """Batches of held-out rows, in fixed order."""
-        options: dict[str, Any] = {"collate_fn": self._batch_class, "generator": torch.Generator()}
-        if self.trainer is not None and planned_ranks(self.trainer) > 1:  # or Lightning would give each rank a part
-            options["sampler"] = DistributedSampler(cast(Any, rows), num_replicas=1, rank=0, shuffle=False)
-        return DataLoader(cast(Any, rows), batch_size=self.val_batch_size, **options)
+        """Batches of held-out rows, in fixed order; of another sampler Lightning would give each rank a part."""
+        data = cast(Any, rows)
+        return DataLoader(
+            data,
+            batch_size=self.val_batch_size,
+            sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False),
+            collate_fn=self._batch_class,
+            generator=torch.Generator(),
+        )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """The same object: callbacks fill in a batch of prompts, and Lightning would copy a dataclass."""

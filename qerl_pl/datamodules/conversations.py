@@ -26,10 +26,10 @@ from qerl_pl.chat.template import (
     messages_of,
     render_conversation,
 )
-from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
+from qerl_pl.datamodules.base import ResumableDataModule
 from qerl_pl.datamodules.tables import (
     ANSWER_MARK,
-    answers_by_prompt,
+    checked_messages,
     messages_of_text,
     read_table,
     table_source,
@@ -47,60 +47,28 @@ CACHED_ROWS = 1000
 _COLUMNS = ("prompt", "completion", "messages", "question", "answer", "tools")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Conversation:
     """One row of a data set, rendered."""
 
     id: str
-    token_ids: tuple[int, ...]
-    trained: tuple[bool, ...]
-    """Of each token, whether the loss counts it; False for the first, which nothing predicts."""
+    token_ids: Tensor
+    """int32 [T]; as Python's numbers they would take nine times the memory."""
+    trained: Tensor
+    """Of each token, whether the loss counts it, bool [T]; False for the first, which nothing predicts."""
 
     def fingerprint(self) -> str:
         """Text of the row, equal in every process."""
-        return repr(self)
+        tokens, trained = tuple(self.token_ids.tolist()), tuple(self.trained.tolist())
+        return f"Conversation(id={self.id!r}, token_ids={tokens}, trained={trained})"
 
     @property
     def prompt_and_answer(self) -> tuple[int, int]:
         """Hashes of the tokens before the last that train, and of those; of all and none where all train."""
-        start = len(self.trained) - self.trained[::-1].index(False) if False in self.trained else 0
-        start = start if start > 1 else len(self.token_ids)
-        return hash(self.token_ids[:start]), hash(self.token_ids[start:])
-
-
-class Conversations(Sequence[Conversation]):
-    """Conversations that are made when they are read: as Python's numbers they take seven times the memory."""
-
-    def __init__(self, use: str, tensors: Mapping[str, Tensor], rows: Sequence[int]) -> None:
-        self._use, self._tensors, self._rows = use, tensors, rows
-        self._ends = tensors["lengths"].cumsum(0)
-
-    @staticmethod
-    def packed(rows: Iterable[tuple[list[int], list[bool]]]) -> dict[str, Tensor]:
-        """Tokens int32 [T] and what trains of them bool [T], of all rows, and each row's length int64."""
-        pairs = [(torch.tensor(tokens, dtype=torch.int32), torch.tensor(trained)) for tokens, trained in rows]
-        tokens, trained = zip(*pairs, strict=True)
-        lengths = torch.tensor([len(row) for row in tokens])
-        return {"tokens": torch.cat(tokens), "trained": torch.cat(trained), "lengths": lengths}
-
-    @property
-    def ids(self) -> list[str]:
-        """Of each row."""
-        return [f"{self._use}-{row}" for row in self._rows]
-
-    def take(self, indices: Sequence[int]) -> "Conversations":
-        """Those at these indices."""
-        return Conversations(self._use, self._tensors, [self._rows[index] for index in indices])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Conversation:  # type: ignore[override] # no slices
-        row = self._rows[index]
-        end = int(self._ends[row])
-        part = slice(end - int(self._tensors["lengths"][row]), end)
-        tokens, trained = (tuple(self._tensors[name][part].tolist()) for name in ("tokens", "trained"))
-        return Conversation(f"{self._use}-{row}", tokens, trained)
+        tokens, trained = tuple(self.token_ids.tolist()), self.trained.tolist()
+        start = len(tokens) - trained[::-1].index(False)
+        start = start if start > 1 else len(tokens)
+        return hash(tokens[:start]), hash(tokens[start:])
 
 
 @dataclass(frozen=True)
@@ -112,7 +80,7 @@ class ConversationBatch:
     @cached_property
     def trained_tokens(self) -> int:
         """Tokens that the loss counts."""
-        return sum(sum(conversation.trained) for conversation in self.conversations)
+        return sum(int(conversation.trained.sum()) for conversation in self.conversations)
 
     def share(self, rank: int, ranks: int) -> list[Conversation]:
         """The conversations of one rank: every n-th by length."""
@@ -122,10 +90,10 @@ class ConversationBatch:
 
 def padded(conversations: Sequence[Conversation], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Token ids int64 [B, T], right-padded, lengths int64 [B], and the trained tokens bool [B, T]."""
-    tokens = [torch.tensor(conversation.token_ids) for conversation in conversations]
-    masks = [torch.tensor(conversation.trained) for conversation in conversations]
-    lengths = torch.tensor([len(row) for row in tokens])
-    return pad_sequence(tokens, True).to(device), lengths.to(device), pad_sequence(masks, True).to(device)
+    tokens = pad_sequence([conversation.token_ids.long() for conversation in conversations], True)
+    lengths = torch.tensor([len(conversation.token_ids) for conversation in conversations])
+    masks = pad_sequence([conversation.trained for conversation in conversations], True)
+    return tokens.to(device), lengths.to(device), masks.to(device)
 
 
 class ConversationDataModule(ResumableDataModule):
@@ -191,18 +159,14 @@ class ConversationDataModule(ResumableDataModule):
         rows, val_rows = self.train_rows(), self.val_rows()
         held_out = self.val_size if val_rows is None else 0
         self._check_settings(stage, len(rows), held_out)
-        tokenizer = load_tokenizer(self.trainer, self.tokenizer)
-        train = self._render(tokenizer, rows, "training")
-        self._check_sizes(len(train), held_out)
-        if val_rows is None:
-            self._val, train = (train.take(indices) for indices in self._hold_out(train.ids, self.val_size))
-        elif self.val_size:
+        tokenizer = self._load_tokenizer()
+        self._val = self._set_train(self._render(tokenizer, rows, "training"), held_out)
+        if val_rows is not None and self.val_size:
             self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
-        self._set_train(train)
         if self._val:
             held_out_rows = [(row.id, *row.prompt_and_answer) for row in self._val]
-            answers = answers_by_prompt(row.prompt_and_answer for row in train)
-            warn_of_repeats(answers, held_out_rows, "validation rows", "the loss")
+            train = (row.prompt_and_answer for row in self._train)
+            warn_of_repeats(train, held_out_rows, "validation rows", "the loss")
 
     def val_dataloader(self) -> DataLoader[ConversationBatch]:
         """The held-out conversations, in fixed order."""
@@ -210,21 +174,47 @@ class ConversationDataModule(ResumableDataModule):
 
     # Rendering -----------------------------------------------------------------------------------------------------
 
-    def _render(self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str) -> Conversations:
+    def _render(
+        self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
+    ) -> list[Conversation]:
         """Conversations of at most `max_length` tokens, from a cache on disk if there are many."""
-        make = partial(Conversations.packed, self._rendered(tokenizer, rows, use))
-        if len(rows) < CACHED_ROWS or not tokenizer.is_fast:
-            tensors = make()
-        else:
-            settings = [tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt]
-            settings += [self.completion_only_loss, self.assistant_only_loss]
-            read = ([row.get(name) for name in _COLUMNS] for row in rows)
-            tensors = _cached_tensors(tokenizer, settings, read, make)
-        return Conversations(use, tensors, self._short(tensors["lengths"].tolist(), "max_length", use))
+        rendered: Iterable[tuple[Tensor, Tensor]] = self._rendered(tokenizer, rows, use)
+        if len(rows) >= CACHED_ROWS and tokenizer.is_fast:
+            rendered = self._cached(tokenizer, rows, rendered)
+        conversations = [Conversation(f"{use}-{number}", *tensors) for number, tensors in enumerate(rendered)]
+        return self._short(conversations, "max_length", use)
+
+    def _cached(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[Mapping[str, Any]],
+        rendered: Iterable[tuple[Tensor, Tensor]],
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        """The rendered rows from a cache on disk that one process of a machine fills and all of them map."""
+        settings = [
+            *(transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map),
+            *(tokenizer.chat_template, self.chat_template_kwargs or None, self.system_prompt),
+            *(self.completion_only_loss, self.assistant_only_loss, TEMPLATE_DATE.isoformat()),
+        ]
+        digest = hashlib.sha256()
+        for item in chain([settings], ([row.get(name) for name in _COLUMNS] for row in rows)):
+            digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
+        folder = cache_root() / f"conversations-{digest.hexdigest()[:32]}"
+        file = folder / "conversations.safetensors"
+        with build_once(folder) as missing:
+            if missing:
+                tokens, trained = zip(*rendered, strict=True)
+                lengths = torch.tensor([len(row) for row in tokens])
+                tensors = {"tokens": torch.cat(tokens), "trained": torch.cat(trained), "lengths": lengths}
+                with atomic_directory(folder) as unfinished:
+                    save_file(tensors, unfinished / file.name)
+        tensors = load_file(file)
+        sizes = tensors["lengths"].tolist()
+        return zip(tensors["tokens"].split(sizes), tensors["trained"].split(sizes), strict=True)
 
     def _rendered(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
-    ) -> Iterator[tuple[list[int], list[bool]]]:
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Tokens of all rows and what trains of them, rendered some at a time."""
         tokenize, begins = PartTokenizer(tokenizer), beginning(tokenizer)
         frame = cache(partial(TemplateFrame, tokenizer, self.chat_template_kwargs))  # rows as text need no template
@@ -251,10 +241,10 @@ class ConversationDataModule(ResumableDataModule):
         if isinstance(prompt, str) and isinstance(completion, str):
             return prompt, completion
         if messages is not None:
-            return _checked(messages, "messages"), 0
+            return checked_messages(messages, "column messages"), 0
         if prompt is not None and completion is not None:
-            prompt = _checked(prompt, "prompt")
-            return [*prompt, *_checked(completion, "completion")], len(prompt)
+            prompt = checked_messages(prompt, "column prompt")
+            return [*prompt, *checked_messages(completion, "column completion")], len(prompt)
         if question is None or answer is None:
             columns = ", ".join(name for name, value in row.items() if value is not None)
             raise UserError(f"conversations have the columns {_FORMATS}; got {columns or 'nothing'}; rename them")
@@ -298,7 +288,7 @@ class ConversationDataModule(ResumableDataModule):
 
     def _joined(
         self, tokenizer: PreTrainedTokenizerBase, begins: list[int], parts: list[tuple[list[int], bool]]
-    ) -> tuple[list[int], list[bool]]:
+    ) -> tuple[Tensor, Tensor]:
         """Tokens of a conversation, of its parts' tokens, and what trains of them.
 
         Unless the full sequence is trained, a trained part ends with the end-of-sequence token behind its text, which
@@ -317,44 +307,7 @@ class ConversationDataModule(ResumableDataModule):
                 end = len(ids)
             tokens += ids
             trained += [learned and (self._full_sequence or place < end) for place in range(len(ids))]
-        return tokens, [False, *trained[1:]]
-
-
-def _cached_tensors(
-    tokenizer: PreTrainedTokenizerBase,
-    settings: Sequence[Any],
-    rows: Iterable[Any],
-    make: Callable[[], dict[str, Tensor]],
-) -> dict[str, Tensor]:
-    """Tensors of rendered rows, from a cache on disk that one process of a machine fills and all of them map."""
-    about = [transformers.__version__, tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, *settings]
-    digest = hashlib.sha256()
-    for item in chain([[*about, TEMPLATE_DATE.isoformat()]], rows):
-        digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
-    folder = cache_root() / f"conversations-{digest.hexdigest()[:32]}"
-    file = folder / "conversations.safetensors"
-    with build_once(folder) as missing:
-        if missing:
-            tensors = make()
-            with atomic_directory(folder) as unfinished:
-                save_file(tensors, unfinished / file.name)
-    return load_file(file)
-
-
-def _checked(messages: Any, column: str) -> list[Mapping[str, Any]]:
-    """A list of messages; UserError for anything else."""
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(
-            isinstance(one, Mapping) and isinstance(one.get("role"), str) and "content" in one for one in messages
-        )
-    ):
-        raise UserError(
-            f"the column {column} must have a list of messages with role and content, or prompt and completion text; "
-            f"got {messages!r:.60}; correct it"
-        )
-    return messages
+        return torch.tensor(tokens, dtype=torch.int32), torch.tensor([False, *trained[1:]])
 
 
 def _tools(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -222,30 +222,16 @@ class BigMathDataModule(TableDataModule):
 
     def select(self, table: Sequence[Mapping[str, Any]]) -> Iterable[int]:
         """Indices of the rows of the levels that have an answer: without one no completion is correct."""
-        passing = list(range(len(table)))
-        if self.levels is not None:
-            if not any(row.get(column) is not None for row in table for column in ("level", _RATE)):
-                raise UserError(
-                    f"levels are read from the column level or {_RATE}; {self.path} has {', '.join(table[0])}; "
-                    "set data.levels to null."
-                )
-            passing = [index for index in passing if level_of(table[index]) in self.levels]
-            if not passing:
-                raise UserError(
-                    f"data.levels must leave rows; none of {len(table)} of {self.path} is of {self.levels}; name others"
-                )
-            log.info("%d of %d rows of %s are of levels %s", len(passing), len(table), self.path, self.levels)
-        answered = [index for index in passing if str(table[index]["answer"]).strip()]
-        if not answered:
+        answered = [index for index, row in enumerate(table) if str(row["answer"]).strip()]
+        kept = [index for index in answered if self.levels is None or level_of(table[index]) in self.levels]
+        levels = "" if self.levels is None else f" of data.levels {self.levels}, by the column level or {_RATE}"
+        if not kept:
             raise UserError(
-                f"an answer must not be empty; none of {len(passing)} rows of {self.path} has one; correct it, or "
-                "data.path."
+                f"training needs rows with an answer{levels}; none of {len(table)} rows of {self.path} is one, the "
+                f"first has {', '.join(table[0])}; correct data.path, or set data.levels to null"
             )
-        if len(answered) < len(passing):
-            log.warning(
-                "%d of %d rows of %s have an empty answer: they are left out",
-                len(passing) - len(answered),
-                len(passing),
-                self.path,
-            )
-        return answered
+        if len(answered) < len(table):
+            empty = len(table) - len(answered)
+            log.warning("%d of %d rows of %s have an empty answer: they are left out", empty, len(table), self.path)
+        log.info("%d of %d rows of %s have an answer and are taken%s", len(kept), len(table), self.path, levels)
+        return kept

@@ -20,15 +20,13 @@ class _GeneratedDataModule(PromptDataModule):
         settings: Of `PromptDataModule`.
     """
 
+    task: ArithmeticTask | GuessingGame
+
     def __init__(self, train_size: int = 4096, test_size: int = 512, **settings: Any) -> None:
         super().__init__(**settings)
         require_at_least(1, {"data.train_size": train_size, "data.test_size": test_size})
         self.train_size = train_size
         self.test_size = test_size
-
-    def problem(self, index: int, split: Split) -> tuple[str, str]:
-        """Question and reference answer of a problem."""
-        raise NotImplementedError
 
     def train_rows(self) -> Sequence[Row]:
         return self._rows("train", range(self.train_size))
@@ -40,8 +38,8 @@ class _GeneratedDataModule(PromptDataModule):
         return self._rows("validation", range(self.val_size, self.val_size + self.test_size))
 
     def _rows(self, split: Split, indices: range) -> list[Row]:
-        problems = ((index, self.problem(index, split)) for index in indices)
-        return [Row(f"{split}-{index}", question, answer) for index, (question, answer) in problems]
+        problems = ((index, self.task.problem(index, split)) for index in indices)
+        return [Row(f"{split}-{index}", problem.question, str(problem.answer)) for index, problem in problems]
 
 
 class ArithmeticDataModule(_GeneratedDataModule):
@@ -60,10 +58,6 @@ class ArithmeticDataModule(_GeneratedDataModule):
         super().__init__(**settings)
         self.task = task
 
-    def problem(self, index: int, split: Split) -> tuple[str, str]:
-        problem = self.task.problem(index, split)
-        return problem.question, str(problem.answer)
-
 
 class GuessingDataModule(_GeneratedDataModule):
     """Numbers to guess, for `qerl_pl.toy.game.GuessNumber`; the reference answer is the number.
@@ -81,11 +75,7 @@ class GuessingDataModule(_GeneratedDataModule):
         **settings: Any,
     ) -> None:
         super().__init__(system_prompt=system_prompt, **settings)
-        self.game = game
-
-    def problem(self, index: int, split: Split) -> tuple[str, str]:
-        question, number = self.game.problem(index, split)
-        return question, str(number)
+        self.task = game
 
 
 class ArithmeticConversations(ConversationDataModule):

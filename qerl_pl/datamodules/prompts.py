@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from qerl_pl.chat.template import Chat, TemplateFrame, render_prompts
-from qerl_pl.datamodules.base import ResumableDataModule, load_tokenizer
-from qerl_pl.datamodules.tables import Row, TableConfig, answers_by_prompt, checked_rows, warn_of_repeats
+from qerl_pl.datamodules.base import ResumableDataModule
+from qerl_pl.datamodules.tables import Row, TableConfig, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.runtime.checks import SamplingCallback
 from qerl_pl.seeds import stream_seed
@@ -25,9 +25,6 @@ FixedLoaders = DataLoader[PromptBatch] | list[DataLoader[PromptBatch]]
 
 class PromptDataModule(ResumableDataModule):
     """Batches (lists) of prompts; subclasses return the questions in `train_rows`.
-
-    Training batches are shuffled by (seed, epoch), independently of the global random state, and their position is
-    saved in checkpoints.
 
     Args:
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
@@ -62,13 +59,10 @@ class PromptDataModule(ResumableDataModule):
 
     def train_rows(self) -> Sequence[Row]:
         """All rows to train on."""
-        if type(self) is PromptDataModule:
-            raise UserError(
-                "training needs rows; PromptDataModule has only sets to evaluate on; use qerl validate or qerl test, "
-                "or set data to a module that has some, such as TableDataModule"
-            )
         raise UserError(
-            f"a data module returns its rows in train_rows; {type(self).__name__} has no such method; define it"
+            f"training needs rows, which a data module returns in train_rows; {type(self).__name__} has no such "
+            "method; define it, set data to a module that has it, such as TableDataModule, or evaluate on data.sets by "
+            "qerl validate or qerl test"
         )
 
     def val_rows(self) -> Sequence[Row] | None:
@@ -110,21 +104,18 @@ class PromptDataModule(ResumableDataModule):
         # Before a tokenizer or model is loaded; some rows may be longer than `max_prompt_tokens`.
         val_count = self.val_count(len(rows)) if rows and held_out is None else 0
         self._check_settings(stage, len(rows) or None, val_count)
-        tokenizer = load_tokenizer(self.trainer, self.tokenizer)
+        tokenizer = self._load_tokenizer()
         if self.trainer is not None:
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, SamplingCallback):
                     self.tools = callback.open_environments(self.trainer)
         if held_out is not None:
             rendered = self._render_sets(tokenizer, held_out, "validation") if self.val_size else {"": []}
-            self._val = {name: self._drawn(prompts, self.val_size)[0] for name, prompts in rendered.items()}
+            self._val = {name: self._draw(prompts, self.val_size) for name, prompts in rendered.items()}
         if reads_train:
             prompts = self._render(tokenizer, rows, "training and validation" if val_count else "training")
-            val_count = self.val_count(len(prompts)) if held_out is None else 0
-            drawn, train = self._drawn(prompts, val_count)
-            self._check_sizes(len(prompts), val_count)
+            drawn = self._set_train(prompts, self.val_count(len(prompts)) if held_out is None else 0)
             self._val = self._val if held_out is not None else {"": drawn}
-            self._set_train(train)
             self._warn_of_repeats(self._val, "validation")
         if reads_test:
             self._test = self._val if test_sets is None else self._render_sets(tokenizer, test_sets, "test")
@@ -194,18 +185,11 @@ class PromptDataModule(ResumableDataModule):
         rows = next(iter(found.values())) if found else single()
         return None if rows is None else {"": checked_rows(rows, f"{owner}.{single.__name__}")}
 
-    def _drawn(self, prompts: Sequence[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-        """Prompts to validate on, and the others."""
-        held_out, others = self._hold_out([prompt.id for prompt in prompts], count)
-        return [prompts[index] for index in held_out], [prompts[index] for index in others]
-
     def _warn_of_repeats(self, sets: Mapping[str, Sequence[Prompt]], use: str) -> None:
-        if not sets:
-            return
-        answers = answers_by_prompt((prompt.text, prompt.reference) for prompt in self._train)
+        train = [(prompt.text, prompt.reference) for prompt in self._train]
         for name, prompts in sets.items():
             questions = f"{use}{f' on {name}' if name else ''} questions"
-            warn_of_repeats(answers, [(prompt.id, prompt.text, None) for prompt in prompts], questions, "accuracy")
+            warn_of_repeats(train, [(prompt.id, prompt.text, None) for prompt in prompts], questions, "accuracy")
 
     def _fixed_loaders(self, sets: Mapping[str, list[Prompt]]) -> FixedLoaders:
         loaders = [self._fixed_loader(prompts) for prompts in sets.values()]
@@ -233,11 +217,11 @@ class PromptDataModule(ResumableDataModule):
             asked = f"\n{self.instruction}"
             chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
         token_ids = render_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
-        prompts = []
-        for index in self._short([len(ids) for ids in token_ids], "max_prompt_tokens", use):
-            row, ids = rows[index], tuple(token_ids[index])
-            prompts.append(Prompt(row.id, ids, row.question, row.reference, row.messages, row.columns))
-        return prompts
+        prompts = [
+            Prompt(row.id, tuple(ids), row.question, row.reference, row.messages, row.columns)
+            for row, ids in zip(rows, token_ids, strict=True)
+        ]
+        return self._short(prompts, "max_prompt_tokens", use)
 
     @staticmethod
     def _tell_of_control_tokens(frame: TemplateFrame, rows: Sequence[Row], use: str) -> None:
@@ -252,7 +236,6 @@ class PromptDataModule(ResumableDataModule):
         if asked:
             log.warning(
                 f"{len(asked)} of {len(rows)} {use} prompts, that of row {asked[0].id} the first, have control tokens "
-                f"of the chat template ({', '.join(one for one in frame.control_tokens if one in asked[0].question)}) "
-                "and are a user's message all the same: a text that is rendered already begins with one, or ends as a "
-                "prompt does; to write a conversation, give its messages"
+                f"of the chat template, {', '.join(frame.control_tokens)}, and are a user's message all the same; to "
+                "write a conversation, give its messages"
             )

@@ -26,26 +26,16 @@ def is_one_table(path: str) -> bool:
     return not local.is_dir() and (local.exists() or any(mark in path for mark in "*?["))
 
 
-def split_files(path: str, split: str, key: str, subset: str | None = None) -> list[Path]:
-    """The files of a local table, in order; none for any other path, such as a hub name.
-
-    Args:
-        path: A file, a pattern of files, or a folder: with a file named by the split, or as the hub has them.
-        split: Such as "train"; of a folder only.
-        key: Where the user wrote the path, for errors.
-        subset: Configuration of a folder that has several.
-
-    Raises:
-        UserError: The path is a folder without files of that split.
-    """
+def split_files(path: str, split: str, subset: str | None, key: str) -> list[Path]:
+    """The files of a local table, in order; none for any other path, such as a hub name; see `read_table`."""
     local = Path(path).expanduser()
     if not local.is_dir():
         return [local] if local.exists() else sorted(Path(name) for name in glob.glob(str(local)))
     plain = [local / f"{split}{suffix}" for suffix in SUFFIXES if (local / f"{split}{suffix}").is_file()]
-    return plain[:1] or _files_of_hub_folder(local, split, key, subset)
+    return plain[:1] or _files_of_hub_folder(local, split, subset, key)
 
 
-def _files_of_hub_folder(folder: Path, split: str, key: str, subset: str | None) -> list[Path]:
+def _files_of_hub_folder(folder: Path, split: str, subset: str | None, key: str) -> list[Path]:
     """Files of a split as `datasets` finds them: by the README, or by the names of files and folders."""
     import datasets  # slow
 
@@ -168,7 +158,7 @@ def _parsed(text: str, rule: str, place: str) -> Any:
 
 
 def read_hub(name: str, split: str, subset: str | None, key: str) -> Sequence[Mapping[str, Any]]:
-    """Rows of a data set of the hub; arguments as of `split_files`."""
+    """Rows of a data set of the hub; see `read_table`."""
     import datasets
 
     try:

@@ -11,7 +11,6 @@ from typing import Any
 
 from qerl_pl.datamodules.table_files import SUFFIXES, first_line, read_file, read_hub, split_files
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger("qerl_pl")
 
@@ -89,7 +88,7 @@ def read_table(
     source = "the list of rows"
     if not isinstance(path, str):
         rows: Sequence[Any] = path
-    elif files := split_files(path, split, key, subset):
+    elif files := split_files(path, split, subset, key):
         rows = [row for file in files for row in read_file(file)]
         source = str(files[0] if len(files) == 1 else path)
     elif path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith(SUFFIXES):
@@ -244,17 +243,22 @@ def _reference(answer: str) -> str:
     return without_thousands(rest.strip()) if mark else rest.strip()
 
 
+def checked_messages(value: Any, place: str, text_only: bool = False) -> list[Mapping[str, Any]]:
+    """A list of messages; UserError for anything else, and for contents that are no text where they must be."""
+    messages, kind = value if isinstance(value, list) else [], str if text_only else object
+    are_mappings = all(isinstance(one, Mapping) and isinstance(one.get("role"), str) for one in messages)
+    if not messages or not are_mappings or not all("content" in m and isinstance(m["content"], kind) for m in messages):
+        text = ", which are text" if text_only else ""
+        raise UserError(
+            f"a conversation is a list of messages with a role and a content{text}; {place} has {value!r:.80}; "
+            "correct it"
+        )
+    return messages
+
+
 def _conversation(value: Any, place: str) -> tuple[tuple[Mapping[str, str], ...], str]:
     """Messages up to the last that is not the assistant's, and the assistant's answer to it, or ""."""
-    messages = value if isinstance(value, list) else []
-    if not messages or not all(
-        isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in _MESSAGE)
-        for message in messages
-    ):
-        raise UserError(
-            f"a conversation is a list of messages with a role and a content, which are text; {place} has "
-            f"{value!r:.80}; correct it"
-        )
+    messages = checked_messages(value, place, text_only=True)
     turns = [{key: text for key, text in message.items() if text is not None} for message in messages]
     last = turns.pop()["content"] if turns[-1]["role"] == "assistant" else ""
     if not turns:
@@ -262,16 +266,8 @@ def _conversation(value: Any, place: str) -> tuple[tuple[Mapping[str, str], ...]
     return tuple(turns), last
 
 
-def answers_by_prompt(train: Iterable[tuple[Any, Any]]) -> dict[Any, set[Any]]:
-    """The answers of each prompt, of the prompt and answer of each row."""
-    answers: dict[Any, set[Any]] = {}
-    for prompt, answer in train:
-        answers.setdefault(prompt, set()).add(answer)
-    return answers
-
-
 def warn_of_repeats(
-    answers: Mapping[Any, Collection[Any]], held_out: Collection[tuple[str, Any, Any]], rows: str, metric: str
+    train: Iterable[tuple[Any, Any]], held_out: Collection[tuple[str, Any, Any]], rows: str, metric: str
 ) -> None:
     """Warn of held-out rows that are trained on, compared by text: ids differ between sets.
 
@@ -279,20 +275,17 @@ def warn_of_repeats(
     a row; its answer does.
 
     Args:
-        answers: Of the training rows, see `answers_by_prompt`.
+        train: Prompt and answer of each training row.
         held_out: Id, prompt and answer of each row; the answer is None where it does not identify the row either.
-        rows: What they are called.
+        rows: What the held-out rows are called.
         metric: What is measured of them.
     """
+    answers: dict[Any, set[Any]] = {}
+    for prompt, answer in train:
+        answers.setdefault(prompt, set()).add(answer)
     shared = [id for id, prompt, answer in held_out if len(known := answers.get(prompt, set())) == 1 or answer in known]
     if shared:
         log.warning(
             f"{len(shared)} of {len(held_out)} {rows} (the first is that of {shared[0]}) are trained on, too: {metric} "
             f"there is not that of new {rows.rpartition(' ')[2]}; take them out of one of the two"
         )
-
-
-def draw(ids: Sequence[str], count: int, seed: int) -> list[int]:
-    """Indices of ids that are drawn by seed and id, so that another token limit or filter changes few of them."""
-    drawn = sorted(range(len(ids)), key=lambda index: stream_seed(seed, "held out", ids[index]))[:count]
-    return sorted(drawn, key=lambda index: (len(ids[index]), ids[index]))

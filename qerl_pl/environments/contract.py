@@ -14,7 +14,7 @@ Factory = str | Mapping[str, Any] | Callable[..., Any]
 
 _RULE = "an environment is a class, or a function from a row to one, named module.Class or file.py:Class"
 _SCHEMA = "json_schema"
-"""Attribute of a tool with the schema of another library."""
+"""Attribute of a tool that has its schema from another library, in place of type hints and a docstring."""
 _RESERVED = ("reset", "get_reward")
 
 
@@ -167,35 +167,6 @@ def row_arguments(reset: Callable[..., Any], row: Mapping[str, Any]) -> dict[str
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(row)
     return {p.name: row[p.name] for p in parameters if p.name in row}
-
-
-def with_tools(environment: Any, tools: Mapping[str, Callable[..., Any]], schemas: Sequence[Mapping[str, Any]]) -> None:
-    """Add tools as methods to an environment of another library, whose tools are known only when it is created.
-
-    Args:
-        environment: Its class becomes one with these tools as methods.
-        tools: Functions of the arguments, by name.
-        schemas: For each tool the name, description and parameters as JSON schema.
-
-    Raises:
-        UserError: A tool has the name of another method of the environment.
-    """
-    kind = type(environment)
-    methods = {}
-    for schema in schemas:
-        name = schema["name"]
-        if name.startswith("_") or name in (*_RESERVED, "step", *(set(vars(kind)) - {"close"})):
-            raise UserError(
-                f"a tool's name must differ from those of methods; {kind.__qualname__} has {name}; rename the tool"
-            )
-
-        def call(self: Any, *, _call: Callable[..., Any] = tools[name], **arguments: Any) -> Any:
-            return _call(**arguments)
-
-        call.__name__ = name
-        vars(call)[_SCHEMA] = {"type": "function", "function": dict(schema)}
-        methods[name] = call
-    environment.__class__ = type(kind.__name__, (kind,), methods)
 
 
 def _schema(name: str, tool: Callable[..., Any]) -> Mapping[str, Any]:

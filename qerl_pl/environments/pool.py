@@ -9,6 +9,7 @@ import resource
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -21,7 +22,6 @@ from qerl_pl.runtime.process_pool import END_TIMEOUT_S, ProcessPool, WorkerProce
 
 log = logging.getLogger("qerl_pl")
 
-_GONE = "the environment is gone: an earlier call ended its process"
 _CLOSE_FAILS = "close of an environment fails: %s"
 _REPEATS = "%s of an environment fails (%s): trying again for %g s"
 _DONE = "dialogue_done is true after reset, so that dialogues end at their first call; set it to False"
@@ -31,6 +31,7 @@ _MISSING_VARIABLE = re.compile(r"KeyError: '(\w+)'")
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class EnvironmentPool:
     """Runs each dialogue's environment in a separate process, and ends calls at their time limit.
 
@@ -48,27 +49,22 @@ class EnvironmentPool:
         variables: Names of variables of this process that workers get, beside those that programs need to run.
     """
 
-    def __init__(
-        self,
-        factory: Factory,
-        time_limit: float = 30.0,
-        workers: int | None = None,
-        max_chars: int = 32_768,
-        memory_gib: float | None = 8.0,
-        variables: Sequence[str] = (),
-    ) -> None:
-        require_at_least(1, {"environment workers": workers, "max_chars of an environment": max_chars})
-        if not 0 < time_limit < float("inf"):
-            raise UserError(f"the time limit of a tool is a positive number of seconds; got {time_limit}; 30 is usual")
-        if memory_gib is not None and not 0 < memory_gib < float("inf"):
-            raise UserError(f"the memory limit of a tool is a positive number of GiB; got {memory_gib}; 8 is usual")
-        self.factory = factory
-        self.time_limit = time_limit
-        self.workers = workers
-        self.max_chars = max_chars
-        self.memory_gib = memory_gib
-        self.variables = variables
-        self._processes: _Environments | None = None
+    factory: Factory
+    time_limit: float = 30.0
+    workers: int | None = None
+    max_chars: int = 32_768
+    memory_gib: float | None = 8.0
+    variables: Sequence[str] = ()
+    _processes: "_Environments | None" = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        require_at_least(1, {"environment workers": self.workers, "max_chars of an environment": self.max_chars})
+        limits = (("time", self.time_limit, "seconds", 30), ("memory", self.memory_gib, "GiB", 8))
+        for name, limit, unit, usual in limits:
+            if limit is not None and not 0 < limit < float("inf"):
+                raise UserError(
+                    f"the {name} limit of a tool is a positive number of {unit}; got {limit}; {usual} is usual"
+                )
 
     def check(self) -> Opening | None:
         """Start, and create an environment to check that it meets the contract.
@@ -169,41 +165,46 @@ class Session:
         self._worker = worker
         return Opening(reply["observation"], reply["tools"], reply["steps"])
 
-    async def _ask(self, kind: str, *arguments: Any) -> Mapping[str, Any]:
-        """A worker's reply; one that is gone is released."""
-        if self._worker is None:
-            return {"error": _GONE, "gone": True, "raised": False, "seconds": 0.0}
+    async def _ask(self, worker: WorkerProcess, kind: str, *arguments: Any) -> Mapping[str, Any]:
+        """The worker's reply; one that is gone is released."""
         started = time.perf_counter()
-        reply = await self._worker.ask(self._processes.limit, kind, *arguments)
+        reply = await worker.ask(self._processes.limit, kind, *arguments)
         if "gone" in reply:
-            self._processes.release(self._worker, reusable=False)
-            self._worker = None
+            self._release(worker, reusable=False)
         return {"seconds": time.perf_counter() - started, **reply}
 
+    def _release(self, worker: WorkerProcess, reusable: bool) -> None:
+        self._worker = None
+        self._processes.release(worker, reusable)
+
     async def _answer(self, kind: str, *arguments: Any) -> ToolAnswer:
-        reply = await self._ask(kind, *arguments)
+        if self._worker is None:
+            return ToolAnswer("Error: the environment is gone: an earlier call ended its process", True, 0.0, True)
+        reply = await self._ask(self._worker, kind, *arguments)
         if "error" in reply:
             gone = "gone" in reply
             return ToolAnswer(f"Error: {reply['error']}", True, reply["seconds"], gone, reply.get("raised", gone))
         return ToolAnswer(reply["text"], False, reply["seconds"], reply["done"])
 
     async def _reward(self, messages: list[Mapping[str, Any]]) -> float | None:
-        reply = await self._ask("reward", messages)
+        if self._worker is None:
+            return None
+        reply = await self._ask(self._worker, "reward", messages)
         if "gone" in reply:
-            if reply["error"] != _GONE:
-                log.warning("a dialogue has no reward of its environment: get_reward: %s", reply["error"])
+            log.warning("a dialogue has no reward of its environment: get_reward: %s", reply["error"])
             return None
         if "error" in reply:
             self._processes.raise_error("get_reward", reply)
         return reply["reward"]
 
     async def _close(self) -> None:
-        reply = await self._ask("close")
-        worker, self._worker = self._worker, None
-        if "error" in reply and reply["error"] != _GONE:
+        if (worker := self._worker) is None:
+            return
+        reply = await self._ask(worker, "close")
+        if "error" in reply:
             self._processes.warn(_CLOSE_FAILS, reply["error"])
-        if worker is not None:
-            self._processes.release(worker, reusable=reply.get("reusable", False))
+        if "gone" not in reply:
+            self._release(worker, reply.get("reusable", False))
 
 
 class _Environments(ProcessPool):

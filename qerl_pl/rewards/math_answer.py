@@ -6,8 +6,8 @@ import math
 import signal
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.answers import answer_of, only_text, same_prose, same_text
@@ -25,7 +25,6 @@ _FIRST_PASS = 6
 """In the first pass an answer may take this fraction of its limit."""
 _PAIRS_PER_WORKER = 4
 """Fewer pairs are not worth another process."""
-_MAX_HOPELESS = 4096
 _BATCH = 128
 """Completions for which a batch's time limit holds once."""
 _MAX_BATCHES = 16
@@ -43,6 +42,7 @@ Verdict = bool | str | None
 """Whether both are equal, or the canonical form; None if it took too long, or there is no such form."""
 
 
+@dataclass(eq=False)
 class MathPool:
     """Grades with `math_grader.py` in worker processes, started when needed and replaced when killed.
 
@@ -57,12 +57,11 @@ class MathPool:
         workers: Number of processes; None takes one for each CPU core of this rank.
     """
 
-    def __init__(self, seconds: float, batch_seconds: float, workers: int | None) -> None:
-        self.seconds = seconds
-        self.batch_seconds = batch_seconds
-        self.workers = workers
-        self.processes: ProcessPool | None = None
-        self._hopeless: dict[Pair, None] = {}
+    seconds: float
+    batch_seconds: float
+    workers: int | None
+    processes: ProcessPool | None = field(default=None, init=False)
+    _timed_out: set[Pair] = field(default_factory=set, init=False)
 
     def equivalent(self, pairs: Sequence[Pair], batch: int = 0) -> list[bool]:
         """Whether reference and answer of each pair are equal; False if that fails or takes longer than the limits.
@@ -72,21 +71,19 @@ class MathPool:
             batch: Size of the batch that the pairs belong to, if it is larger.
         """
         verdicts: dict[Pair, Verdict] = dict.fromkeys(pairs)
-        verdicts |= self._grade([pair for pair in verdicts if pair not in self._hopeless], self.seconds / _FIRST_PASS)
+        verdicts |= self._grade([pair for pair in verdicts if pair not in self._timed_out], self.seconds / _FIRST_PASS)
         slow = [pair for pair in verdicts if verdicts[pair] is None]
         batches = min(_MAX_BATCHES, max(1, -(-max(batch, len(pairs)) // _BATCH)))
         # A pair known to exceed the limit still counts as one: a resumed run, which has no such memory, must give the
         # same grades.
-        turns = int(batches * self.batch_seconds / self.seconds)
-        second_pass = [pair for pair in slow[:turns] if pair not in self._hopeless]
+        retry_slots = int(batches * self.batch_seconds / self.seconds)
+        second_pass = [pair for pair in slow[:retry_slots] if pair not in self._timed_out]
         verdicts |= self._grade(second_pass, self.seconds)
         for pair in slow:
-            if verdicts[pair] is None and pair not in self._hopeless:
+            if verdicts[pair] is None and pair not in self._timed_out:
                 message = "an answer counts as wrong, as it cannot be graded within the limits: %.200r"
                 warn_of_this_rank(log, message, pair[1])
-        self._hopeless |= {pair: None for pair in second_pass if verdicts[pair] is None}
-        while len(self._hopeless) > _MAX_HOPELESS:
-            del self._hopeless[next(iter(self._hopeless))]
+        self._timed_out |= {pair for pair in second_pass if verdicts[pair] is None}
         return [bool(verdicts[pair]) for pair in pairs]
 
     def canonical(self, answers: Sequence[str]) -> list[str]:
@@ -96,34 +93,33 @@ class MathPool:
 
     def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, Verdict]:
         """The verdict on each pair; False where grading raises an exception or crashes."""
-        waiting, verdicts, killed, twice = deque(pairs), dict[Pair, Verdict](), set[Pair](), set[Pair]()
+        waiting, verdicts, killed = deque(pairs), dict[Pair, Verdict](), set[Pair]()
         failed: dict[Pair, str] = {}
 
         async def grade(processes: ProcessPool) -> None:
             """Grade what waits, one pair at a time."""
-            while waiting and not twice and processes.is_alive():
+            while waiting and processes.is_alive():
                 pair = waiting.popleft()
                 worker = await processes.worker()
                 reply = await worker.ask(20 * seconds + _OVERDUE_S, *pair, seconds)
                 processes.release(worker, reusable="verdict" in reply)
-                note(pair, reply)
+                status = reply.get("status")
+                if "gone" not in reply or (status is not None and -status not in (*_LIMITS, *_KILLED)):
+                    verdicts[pair] = reply.get("verdict", False)
+                    if "verdict" not in reply:
+                        failed[pair] = reply.get("failed", f"status {status}")
+                elif status is not None and -status in _LIMITS:
+                    verdicts[pair] = None
+                elif pair not in killed:  # not the answer's doing: try once more
+                    killed.add(pair)
+                    waiting.appendleft(pair)
+                else:
+                    raise UserError(
+                        f"{_OWN}; two were killed while grading {pair[1]!r:.80}, not by its limits; {_REMEDY}"
+                    )
 
         async def grade_concurrently(processes: ProcessPool) -> None:
             await asyncio.gather(*[grade(processes) for _ in range(min(most, -(-len(pairs) // _PAIRS_PER_WORKER)))])
-
-        def note(pair: Pair, reply: Mapping[str, Any]) -> None:
-            status = reply.get("status")
-            if "gone" not in reply or (status is not None and -status not in (*_LIMITS, *_KILLED)):
-                verdicts[pair] = reply.get("verdict", False)
-                if "verdict" not in reply:
-                    failed[pair] = reply.get("failed", f"status {status}")
-            elif status is not None and -status in _LIMITS:
-                verdicts[pair] = None
-            elif pair in killed:
-                twice.add(pair)
-            else:  # not the answer's doing: try once more
-                killed.add(pair)
-                waiting.appendleft(pair)
 
         most = self.workers or cores()  # ranks are known once they have started, after the settings are read
         while len(verdicts) < len(pairs):
@@ -132,10 +128,8 @@ class MathPool:
             try:
                 grading.result()
             finally:
-                if not grading.done():  # interrupted: pending replies would be taken for the next pairs'
+                if not grading.done() or grading.exception():  # pending replies would be taken for the next pairs'
                     processes.close()
-            for pair in twice:
-                raise UserError(f"{_OWN}; two were killed while grading {pair[1]!r:.80}, not by its limits; {_REMEDY}")
         if wrong := [pair for pair in failed if pair[0] is not None]:
             message = "%d answers count as wrong, as grading fails, such as %.200r (%s)"
             warn_of_this_rank(log, message, len(wrong), wrong[0][1], failed[wrong[0]])

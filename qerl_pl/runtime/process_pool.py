@@ -146,10 +146,8 @@ class ProcessPool:
                 # Sets of text are iterated in the same order in every run.
                 env={"PYTHONHASHSEED": "0", **variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        setup = {
-            **{"path": sys.path, "program": str(program), "settings": settings, "memory": memory},
-            **{"seconds": _START_TIMEOUT_S, "debug": os.environ.get("QERL_DEBUG") == "1"},
-        }
+        setup = {"path": sys.path, "program": str(program), "settings": settings, "memory": memory}
+        setup |= {"seconds": _START_TIMEOUT_S, "debug": os.environ.get("QERL_DEBUG") == "1"}
         self._loop = asyncio.new_event_loop()
         self._closed = self._lost = False
         self._process = os.getpid()

@@ -6,7 +6,7 @@ from typing import Any
 
 from qerl_pl.errors import UserError
 from qerl_pl.seeds import stream_seed
-from qerl_pl.toy.task import NAMES, Split
+from qerl_pl.toy.task import NAMES, Problem, Split
 
 HELD_OUT_NAMES = 2
 """Names that only validation's questions have."""
@@ -63,12 +63,12 @@ class GuessingGame:
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}: set it higher.")
 
-    def problem(self, index: int, split: Split) -> tuple[str, int]:
+    def problem(self, index: int, split: Split) -> Problem:
         """Question and number of game `index` of an unlimited split; the splits differ by names."""
         rng = random.Random(stream_seed(self.seed, "guessing", split, index))
         names = NAMES[:-HELD_OUT_NAMES] if split == "train" else NAMES[-HELD_OUT_NAMES:]
         question = f"{rng.choice(names)} has a number from 1 to {self.highest}."
-        return question, rng.randint(1, self.highest)
+        return Problem(question, (), rng.randint(1, self.highest))
 
     def play(self, number: int, careless: bool) -> list[tuple[str, str]]:
         """The turns of a demonstration and the answers to them; the last is right, or the game's last.

@@ -258,10 +258,10 @@ def game_demonstrator(
     tools = [get_json_schema(GuessNumber().guess)]
 
     def demonstrate(index: int, careless: bool) -> tuple[list[int], list[int]]:
-        question, number = game.problem(index, "train")
-        ids = list(continuation.prompt(question, tools))
+        problem = game.problem(index, "train")
+        ids = list(continuation.prompt(problem.question, tools))
         labels = [_IGNORED] * len(ids)
-        for turn, (text, answer) in enumerate(turns := game.play(number, careless)):
+        for turn, (text, answer) in enumerate(turns := game.play(problem.answer, careless)):
             said = [*tokenizer(text)["input_ids"], *ends]
             ids, labels = ids + said, labels + said
             if turn + 1 < len(turns):
