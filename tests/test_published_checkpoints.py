@@ -270,6 +270,9 @@ def test_every_weight_of_a_published_checkpoint_is_read_by_its_value_and_copied_
         for name, tensor in expected.items():  # FP8 and a 4-bit lm_head are rounded to the embeddings' bfloat16
             rounded = read != folder and name.rpartition(".")[0].endswith(("lm_head", *ATTENTION))
             torch.testing.assert_close(dense[name], tensor, rtol=2**-8 if rounded else 1e-6, atol=0, msg=name)
+        if fp8:
+            wide = "model.layers.1.self_attn.o_proj.weight"
+            assert torch.equal(TensorFiles(read).first_rows(64).read(wide).float(), dense[wide][:64])
         model = AutoModelForCausalLM.from_config(load_config(base), dtype=torch.float32).eval()
         model.load_state_dict(dense, strict="lm_head.weight" in dense)
         with torch.no_grad():
@@ -411,6 +414,7 @@ SAME: dict[str, tuple[str, Change]] = {
     "hf_quant_config.json alone": (MO, lambda _, config: config.clear()),
     "hf_quant_config.json alone, FP8 beside": (MIXED, lambda _, config: config.clear()),
     "config.json first": (MO, asks()),
+    "scales in another file": (MIXED, asks()),
 }
 
 
@@ -450,6 +454,15 @@ def test_other_ways_to_store_the_same_are_read_alike(
     config = changed(written[source][0], tmp_path / "model", change)
     if case == "config.json first":
         (tmp_path / "model" / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    if case == "scales in another file":
+        stored = load_file(tmp_path / "model" / "model.safetensors")
+        files = {name: f"{'scale' in name}.safetensors" for name in stored}
+        for file in set(files.values()):
+            save_file(
+                {name: tensor for name, tensor in stored.items() if files[name] == file}, config.path + "/" + file
+            )
+        (tmp_path / "model" / "model.safetensors").unlink()
+        (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     shape_of(config)
     base = config.base_folder()
     for name, tensor in format_of(base).iterate_dense(TensorFiles(base), torch.float32):
