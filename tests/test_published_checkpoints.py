@@ -414,7 +414,8 @@ SAME: dict[str, tuple[str, Change]] = {
     "hf_quant_config.json alone": (MO, lambda _, config: config.clear()),
     "hf_quant_config.json alone, FP8 beside": (MIXED, lambda _, config: config.clear()),
     "config.json first": (MO, asks()),
-    "scales in another file": (MIXED, asks()),
+    "scales in another file": (LC, asks()),
+    "scales in another file, FP8 beside": (MIXED, asks()),
 }
 
 
@@ -454,7 +455,7 @@ def test_other_ways_to_store_the_same_are_read_alike(
     config = changed(written[source][0], tmp_path / "model", change)
     if case == "config.json first":
         (tmp_path / "model" / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
-    if case == "scales in another file":
+    if case.startswith("scales in another file"):
         stored = load_file(tmp_path / "model" / "model.safetensors")
         files = {name: f"{'scale' in name}.safetensors" for name in stored}
         for file in set(files.values()):
