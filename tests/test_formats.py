@@ -235,13 +235,14 @@ def test_modelopts_config_beside_weights_in_16_bits_is_refused(tiny_policy_dir: 
         PolicyConfig(path=str(folder)).base_folder()
 
 
-@pytest.mark.parametrize("place", ["compression_config"])
-def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tmp_path: Path, place: str) -> None:
+def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_policy_dir, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(read_config(folder) | {place: {"format": "pack-quantized"}}))
+    (folder / "config.json").write_text(
+        json.dumps(read_config(folder) | {"compression_config": {"format": "pack-quantized"}})
+    )
     policy = PolicyConfig(path=str(folder))
     for start in (policy.base_folder, lambda: shape_of(policy)):
-        with pytest.raises(UserError, match=f"model has its settings in {place}: quantize the 16-bit model"):
+        with pytest.raises(UserError, match="model has its settings in compression_config: quantize the 16-bit model"):
             start()
 
 
