@@ -294,22 +294,6 @@ def test_packing_computes_no_padding_and_no_row_that_selects_nothing(base: Path)
     assert not without[1].any() and not nothing.any()
 
 
-def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path) -> None:
-    windowed = tmp_path / "windowed"
-    shutil.copytree(dense, windowed)
-    config = AutoConfig.from_pretrained(dense)
-    settings = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
-    type(config).from_dict(config.to_dict() | settings).save_pretrained(windowed)
-    tokens, lengths, mask = batch()
-    with torch.no_grad():
-        result = make(windowed, quantization="none").token_values(tokens, lengths, mask, 0.7)
-    model = AutoModelForCausalLM.from_pretrained(windowed, dtype=torch.float32).eval()
-    for ours, theirs in zip(result[:2], plain_logprobs(model, 0.7), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    everything = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 0.7)
-    assert (result[0] - everything[0]).abs().max() > 0.01
-
-
 ROPE = {
     "Llama 3.1": (131072, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131072),
     "Qwen2.5 with YaRN": (32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
