@@ -214,6 +214,7 @@ KEYS_AS_VALUES, TEXT = {"model_type": "gemma4_text", "attention_k_eq_v": True}, 
         (TEXT, False, False, f"vllm serve BASE {ADAPTER} 16  # vLLM 0.30 or later"),
         (TEXT, True, False, "vllm serve out/mine  # vLLM 0.30 or later"),
         (TEXT, False, True, f"vllm serve BASE {ADAPTER} 16"),
+        ({"model_type": "qwen3_5_moe_text"}, False, False, f"vllm serve BASE {ADAPTER} 16  # vLLM 0.30 or later"),
         ({"model_type": "gemma3_text"}, False, False, f"vllm serve BASE {ADAPTER} 16"),
     ],
 )
