@@ -76,7 +76,14 @@ def test_an_exported_dense_copy_has_no_report(quantized: Path, tmp_path: Path) -
     }
 
 
-def test_transformers_loads_the_checkpoint_with_the_same_weights(quantized: Path) -> None:
+@pytest.mark.parametrize(("format", "scales"), [("nvfp4", "torch.float8_e4m3fn"), ("mxfp4", "torch.uint8")])
+def test_transformers_loads_the_checkpoint_with_the_same_weights(
+    tiny_policy_dir: Path, tmp_path: Path, format: str, scales: str
+) -> None:
+    quantized = tmp_path / format
+    assert main(["quantize", str(tiny_policy_dir), str(quantized), "--format", format, "--device", "cpu"]) == 0
+    config = read_config(quantized)["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["scale_dtype"] == scales
     model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.bfloat16)
     with torch.no_grad():
         assert model(torch.arange(12).reshape(1, 12)).logits.isfinite().all()
