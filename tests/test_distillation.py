@@ -12,14 +12,13 @@ from typing import Any, get_args
 import pytest
 import torch
 from plain_policy import PlainPolicy
-from qerl_kernels import chunked_reverse_kl
 from rank_helpers import on_ranks
 from reference_run import SCALING, build_base, plain_name
 from safetensors.torch import load_file
 from short_run import data, module_of, rollout_of, trainer_of
+from test_update_ranks import ragged, share
 from tiny_families import write_checkpoint
 from torch import Tensor
-from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -128,28 +127,6 @@ def test_the_full_vocabulary_adds_the_divergence_to_the_loss_by_hand() -> None:
         OnPolicyDistillation(distillation_divergence="forward")  # type: ignore[arg-type]
 
 
-def test_the_divergence_worked_out_and_its_gradients() -> None:
-    """Two tokens of probabilities 3/4 and 1/4 against 1/2 and 1/2, then random ones in chunks of any size."""
-    hidden, head = torch.tensor([[math.log(3.0)]], dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double()
-    teacher = torch.zeros(1, 1, dtype=torch.float64)
-    by_hand = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    larger = torch.cat([head, torch.full((1, 1), 9.0).double()])  # a row that is no token of the policy
-    assert chunked_reverse_kl(hidden, head, teacher, larger).item() == pytest.approx(by_hand)
-    draw = torch.Generator().manual_seed(0)
-    shapes = ((7, 4), (11, 4), (7, 5), (11, 5))
-    own, head, theirs, their_head = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
-    own.requires_grad_(), head.requires_grad_()
-    logits = 2.0 * torch.tanh(own @ head.t() / 2.0) / 0.7
-    target = (3.0 * torch.tanh(theirs @ their_head.t() / 3.0) / 0.7).log_softmax(-1)
-    expected = functional.kl_div(target, logits.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-    gradients = torch.autograd.grad(expected.square().sum(), (own, head))
-    for chunk in (1, 3, 7, 100):
-        found = chunked_reverse_kl(own, head, theirs, their_head, 0.7, 2.0, 3.0, chunk=chunk)
-        torch.testing.assert_close(found, expected)
-        for one, other in zip(torch.autograd.grad(found.square().sum(), (own, head)), gradients, strict=True):
-            torch.testing.assert_close(one, other)
-
-
 def test_missing_log_probabilities_and_a_coefficient_of_zero_are_refused() -> None:
     objective = OnPolicyDistillation()
     with pytest.raises(ValueError, match="needs teacher_logprobs"):
@@ -167,26 +144,6 @@ def test_missing_log_probabilities_and_a_coefficient_of_zero_are_refused() -> No
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a tiny model as `dense` and as `nvfp4`."""
     return build_base(tmp_path_factory.mktemp("base")).parent
-
-
-def ragged(rows: int, temperature: float = 0.8) -> Experience:
-    """Rows of 6 to 14 tokens, the first five of them a prompt; every fourth completion is truncated."""
-    draw = torch.Generator().manual_seed(rows)
-    sampled = torch.randint(1, 10, (rows,), generator=draw)
-    mask = (torch.arange(14) >= 5) & (torch.arange(14) < 5 + sampled[:, None])
-    return Experience(
-        version=0,
-        tokens=torch.randint(5, 300, (rows, 14), generator=draw),
-        lengths=5 + sampled,
-        mask=mask,
-        sampler_logprobs=(torch.rand(rows, 14, generator=draw) - 7) * mask,
-        advantages=torch.randn(rows, generator=draw),
-        truncated=torch.arange(rows) % 4 == 3,
-        sampled_tokens=int(sampled.sum()),
-        seconds=0.0,
-        temperature=temperature,
-        max_tokens=9,
-    )
 
 
 def plain_logprobs(folder: Path, experience: Experience) -> Tensor:
@@ -375,11 +332,10 @@ def test_ranks_take_the_steps_of_one_process(base: Path, start: Policy, divergen
     objective = OnPolicyDistillation(distillation_divergence=divergence)
     update = PolicyUpdate(objective, 1, 2, 25, 0.5, reference_share=0.0, seed=0)
     alone, expected = learn(start, update, experience)
-    names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated", "teacher_logprobs")
 
     def work(ranks: Communicator) -> tuple[dict[str, Tensor], dict[str, float]]:
-        rows = torch.tensor([[0, 3, 4], [1, 2, 5, 6, 7]][ranks.rank])
-        own = replace(experience, indices=rows, **{name: getattr(experience, name)[rows] for name in names})
+        rows = [[0, 3, 4], [1, 2, 5, 6, 7]][ranks.rank]
+        own = replace(share(experience, rows), teacher_logprobs=experience.teacher_logprobs[rows])
         if own.teacher_states is not None:
             own = replace(own, teacher_states=teacher.states(own, own.mask, 25))
         return learn(start, update, own, ranks)
