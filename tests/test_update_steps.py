@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from qerl_pl.algorithm import BNPO, GRPO, DrGRPO, Objective, RolloutCorrection
 from qerl_pl.algorithm.objectives import LossInputs, LossOutputs
-from qerl_pl.errors import UserError
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.modules.update import NonFiniteLossError, PolicyUpdate, local_rows, sampled_indices
 from qerl_pl.policy.policy import TokenValues
@@ -395,14 +394,6 @@ def test_metrics_of_the_mismatch_by_hand() -> None:
     assert metrics["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (13 * sum(weight**2 for weight in weights)))
     assert metrics["mismatch/rejected_frac"] == pytest.approx(weights.count(0.0) / 13)
     assert metrics["mismatch/capped_frac"] == pytest.approx(weights.count(1.1) / 13)
-
-
-def test_minibatches_that_do_not_divide_a_rollout_are_refused() -> None:
-    update = PolicyUpdate(GRPO(), 2, 4, None, 1.0, True, SEED)
-    assert update.steps == 8
-    update.check_divides(12)
-    with pytest.raises(UserError, match="got 4 and 6;"):
-        update.check_divides(6)
 
 
 # On a policy of a family ----------------------------------------------------------------------------------------------
