@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
 from test_killed import exit_status, fork
 
 from qerl_pl.cli.error_messages import explain
@@ -234,16 +233,6 @@ def test_a_disk_that_fills_up_within_a_checkpoint_is_named() -> None:
     line = explain(raised.value, ["fit"], ["fit"])
     assert line is not None and "free disk space" in line and "--resume auto" in line
     assert explain(RuntimeError("another"), ["fit"], ["fit"]) is None
-
-
-@pytest.mark.parametrize("number", [28, 122, 27])
-def test_a_disk_that_fills_up_while_safetensors_writes_is_named(tmp_path: Path, number: int) -> None:
-    """The texts are those of safetensors 0.8 on a tmpfs of 64 KiB, and below a file size limit (EFBIG)."""
-    error = SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
-    with pytest.raises(SafetensorError), atomic_directory(tmp_path / "adapter"):
-        raise error
-    assert (explain(error, ["fit"], ["fit"]) is None) == (number == 27)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_building_says_where_no_folder_can_be_made(tmp_path: Path) -> None:

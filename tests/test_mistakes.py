@@ -156,6 +156,8 @@ def test_a_full_disk_is_told_whoever_writes(number: int) -> None:
     for error in (full, wrapped, by_safetensors):
         line = explain(error, ["fit"], ["fit"])
         assert line is not None and line.startswith("saving needs free disk space; ") and "--resume auto" in line
+    too_large = SafetensorError(f"Error while serializing: I/O error: {os.strerror(27)} (os error 27)")
+    assert explain(too_large, ["fit"], ["fit"]) is None
 
 
 # A constructor, which the parser calls, and a function of the command line.
