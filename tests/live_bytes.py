@@ -39,3 +39,12 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.now -= self._held.pop(key)
+
+
+def live_bytes_of_update(policy: Any, sequences: int, length: int) -> LiveBytes:
+    """What a forward and backward pass holds of so many sequences of so many tokens, all but the first selected."""
+    ids = torch.arange(sequences * length).view(sequences, length) % 55 + 5
+    mask = torch.arange(length).expand(sequences, length) > 0
+    with LiveBytes() as live:
+        policy.token_values(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
+    return live

@@ -1,7 +1,6 @@
 """Attention on packed sequences without transposed views, against transformers' own layers."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.packed_layers import ATTENTION, PackedAttention, Packing, use_packed_attention
 from qerl_pl.runtime.random_state import deterministic
 
@@ -171,12 +169,6 @@ def test_layers_that_are_not_known_stay() -> None:
     use_packed_attention(grown)
     assert [isinstance(layer.self_attn, PackedAttention) for layer in grown.model.layers] == [False, True]
     assert not any(isinstance(module, PackedAttention) for module in unknown.modules())
-
-
-def test_a_policy_has_it_in_every_layer(tiny_policy_dir: Path) -> None:
-    config = PolicyConfig(path=str(tiny_policy_dir), quantization="none", lora=LoraConfig(rank=2))
-    policy = Policy(tiny_policy_dir, config, torch.device("cpu"), seed=1)
-    assert sum(isinstance(module, PackedAttention) for module in policy.modules()) == 2
 
 
 class FusedNorm(nn.Module):

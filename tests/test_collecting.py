@@ -90,25 +90,17 @@ def test_an_experience_goes_to_a_device_with_all_that_trains() -> None:
     assert (there.indices, there.records, there.metrics) == (found.indices, found.records, found.metrics)
 
 
-class Echo(Even):
-    """A reward that keeps what it was shown."""
-
-    def __init__(self) -> None:
-        self.shown: list[Any] = []
-
-    def __call__(self, samples: Any) -> list[float]:
-        self.shown += [(sample.prompt, sample.reference, sample.completion) for sample in samples]
-        return super().__call__(samples)
-
-
 def test_a_reward_sees_question_reference_and_answer() -> None:
-    echo = Echo()
-    collector_of(Scripted(), rewards=[echo]).collect(PROMPTS[:2], 4, nobody)
-    assert echo.shown == [
-        (prompt.text, prompt.reference, " ".join(map(str, tokens)))
-        for prompt in PROMPTS[:2]
-        for tokens in tokens_of(prompt)
-    ]
+    shown: list[Any] = []
+
+    class Echo(Even):
+        def __call__(self, samples: Any) -> list[float]:
+            shown.extend((sample.prompt, sample.reference, sample.completion) for sample in samples)
+            return super().__call__(samples)
+
+    collector_of(Scripted(), rewards=[Echo()]).collect(PROMPTS[:2], 4, nobody)
+    said = [(prompt, " ".join(map(str, tokens))) for prompt in PROMPTS[:2] for tokens in tokens_of(prompt)]
+    assert shown == [(prompt.text, prompt.reference, text) for prompt, text in said]
 
 
 def test_each_prompt_has_its_completions() -> None:

@@ -181,6 +181,24 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "row 1 .*: the column tools has a list of JSON schemas, or its JSON; got 'look'; correct it",
     ),
+    "numpy's lists": (
+        {"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'b'}]"},
+        {},
+        "row 1 .* are JSON; column messages",
+    ),
+    "broken JSON": (
+        {"messages": '[{"role": "user", "content": "a}]'},
+        {},
+        "row 1 .*: messages that are text are JSON",
+    ),
+    "other objects": (
+        {"messages": '[{"from": "human", "value": "a"}]'},
+        {},
+        "a role and a content; column messages has",
+    ),
+    "plain text": ({"messages": "1+1?"}, {}, "with a role and a content; column messages has"),
+    "an empty question": ({"question": " \n", "answer": "2"}, {}, "row 1 .*: a question and its answer must not be"),
+    "an empty answer": ({"question": "1+1?", "answer": ""}, {}, "row 1 .*: a question and its answer must not be"),
     "nobody answers": ({"messages": DIALOGUE[:1]}, {}, "needs an assistant's message to learn; got .*user"),
     "text without roles": (
         {"prompt": "a", "completion": "b"},
@@ -311,23 +329,8 @@ def test_messages_may_be_text(tokenizer: PreTrainedTokenizerBase, name: str) -> 
     assert texts(tokenizer, conversation) == ("<|bos|><|user|>1+1?<|assistant|>2\n<|eos|>", "2\n<|eos|>")
 
 
-NOT_MESSAGES: dict[str, tuple[dict[str, Any], str]] = {
-    "numpy's lists": ({"messages": "[{'role': 'user', 'content': 'a'}\n {'role': 'b'}]"}, "row 1 .* are JSON; colu"),
-    "broken JSON": ({"messages": '[{"role": "user", "content": "a}]'}, "row 1 .*: messages that are text are JSON"),
-    "other objects": ({"messages": '[{"from": "human", "value": "a"}]'}, "a role and a content; column messages has"),
-    "plain text": ({"messages": "1+1?"}, "with a role and a content; column messages has"),
-    "an empty question": ({"question": " \n", "answer": "2"}, "row 1 .*: a question and its answer must not be"),
-    "an empty answer": ({"question": "1+1?", "answer": ""}, "row 1 .*: a question and its answer must not be"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", NOT_MESSAGES)
-def test_text_that_is_no_messages_is_refused(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    row, message = NOT_MESSAGES[name]
-    with pytest.raises(UserError, match=message):
-        conversations(tokenizer, row)
-    json_answer = {"prompt": "Write messages:", "completion": MESSAGES}  # text that is taken as it is
-    (conversation,) = conversations(tokenizer, json_answer)
+def test_json_is_text_in_a_completion(tokenizer: PreTrainedTokenizerBase) -> None:
+    (conversation,) = conversations(tokenizer, {"prompt": "Write messages:", "completion": MESSAGES})
     assert texts(tokenizer, conversation)[1] == f"{MESSAGES}<|eos|>"
 
 

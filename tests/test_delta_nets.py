@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from fit_helpers import configuration
-from live_bytes import LiveBytes
+from live_bytes import live_bytes_of_update
 from qerl_kernels import gated_delta_rule
 from safetensors.torch import load_file, save_file
 from test_families import (
@@ -438,10 +438,7 @@ def test_an_update_needs_what_is_estimated(tmp_path: Path, mode: Any, sequences:
     source = write_checkpoint("qwen3.5", tmp_path / "net", sizes | {"num_hidden_layers": 3, "layer_types": kinds})
     policy = policy_of(source, quantization="none", gradient_checkpointing=mode).train()
     length = 256
-    ids = torch.arange(sequences * length).view(sequences, length) % 400 + 20
-    mask = torch.arange(length).expand(sequences, length) > 0
-    with LiveBytes() as live:
-        policy.token_values(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
+    live = live_bytes_of_update(policy, sequences, length)
     batch = MicroBatch(length * sequences, sequences, torch.float32, mode, rank=8)
     estimate = activation_bytes(Shape.of(policy.base.config), batch)
     # As in test_memory_plan.py: on a CPU silu(gate) and what plain norms multiply are saved besides.

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,14 +12,13 @@ from typing import Any, get_args
 import pytest
 import torch
 from plain_policy import PlainPolicy
-from qerl_kernels import chunked_reverse_kl
 from rank_helpers import on_ranks
 from reference_run import SCALING, build_base, plain_name
 from safetensors.torch import load_file
 from short_run import data, module_of, rollout_of, trainer_of
+from test_update_ranks import ragged, share
 from tiny_families import write_checkpoint
 from torch import Tensor
-from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -127,28 +127,6 @@ def test_the_full_vocabulary_adds_the_divergence_to_the_loss_by_hand() -> None:
         OnPolicyDistillation(distillation_divergence="forward")  # type: ignore[arg-type]
 
 
-def test_the_divergence_worked_out_and_its_gradients() -> None:
-    """Two tokens of probabilities 3/4 and 1/4 against 1/2 and 1/2, then random ones in chunks of any size."""
-    hidden, head = torch.tensor([[math.log(3.0)]], dtype=torch.float64), torch.tensor([[1.0], [0.0]]).double()
-    teacher = torch.zeros(1, 1, dtype=torch.float64)
-    by_hand = 0.75 * math.log(1.5) + 0.25 * math.log(0.5)
-    larger = torch.cat([head, torch.full((1, 1), 9.0).double()])  # a row that is no token of the policy
-    assert chunked_reverse_kl(hidden, head, teacher, larger).item() == pytest.approx(by_hand)
-    draw = torch.Generator().manual_seed(0)
-    shapes = ((7, 4), (11, 4), (7, 5), (11, 5))
-    own, head, theirs, their_head = (torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes)
-    own.requires_grad_(), head.requires_grad_()
-    logits = 2.0 * torch.tanh(own @ head.t() / 2.0) / 0.7
-    target = (3.0 * torch.tanh(theirs @ their_head.t() / 3.0) / 0.7).log_softmax(-1)
-    expected = functional.kl_div(target, logits.log_softmax(-1), reduction="none", log_target=True).sum(-1)
-    gradients = torch.autograd.grad(expected.square().sum(), (own, head))
-    for chunk in (1, 3, 7, 100):
-        found = chunked_reverse_kl(own, head, theirs, their_head, 0.7, 2.0, 3.0, chunk=chunk)
-        torch.testing.assert_close(found, expected)
-        for one, other in zip(torch.autograd.grad(found.square().sum(), (own, head)), gradients, strict=True):
-            torch.testing.assert_close(one, other)
-
-
 def test_missing_log_probabilities_and_a_coefficient_of_zero_are_refused() -> None:
     objective = OnPolicyDistillation()
     with pytest.raises(ValueError, match="needs teacher_logprobs"):
@@ -168,26 +146,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_base(tmp_path_factory.mktemp("base")).parent
 
 
-def ragged(rows: int, temperature: float = 0.8) -> Experience:
-    """Rows of 6 to 14 tokens, the first five of them a prompt; every fourth completion is truncated."""
-    draw = torch.Generator().manual_seed(rows)
-    sampled = torch.randint(1, 10, (rows,), generator=draw)
-    mask = (torch.arange(14) >= 5) & (torch.arange(14) < 5 + sampled[:, None])
-    return Experience(
-        version=0,
-        tokens=torch.randint(5, 300, (rows, 14), generator=draw),
-        lengths=5 + sampled,
-        mask=mask,
-        sampler_logprobs=(torch.rand(rows, 14, generator=draw) - 7) * mask,
-        advantages=torch.randn(rows, generator=draw),
-        truncated=torch.arange(rows) % 4 == 3,
-        sampled_tokens=int(sampled.sum()),
-        seconds=0.0,
-        temperature=temperature,
-        max_tokens=9,
-    )
-
-
 def plain_logprobs(folder: Path, experience: Experience) -> Tensor:
     """By transformers in float64, a sequence at a time; 0 outside the mask."""
     # Experts one after another: a grouped product knows no float64.
@@ -202,20 +160,25 @@ def plain_logprobs(folder: Path, experience: Experience) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize(("micro_batch_tokens", "offload"), [(None, True), (20, False), (1, True)])
-def test_log_probabilities_are_those_of_transformers(base: Path, micro_batch_tokens: int | None, offload: bool) -> None:
-    experience = ragged(9)
-    teacher = Teacher(TeacherConfig(offload=offload), base / "dense", torch.float32, CPU)
+@pytest.mark.parametrize(
+    ("name", "micro_batch_tokens", "offload"),
+    [
+        ("dense", None, True),
+        ("dense", 20, False),
+        ("dense", 1, True),
+        ("gemma-2", None, True),  # with soft caps
+        ("gpt-oss", None, True),  # with sinks
+    ],
+)
+def test_log_probabilities_are_those_of_transformers(
+    base: Path, tmp_path: Path, name: str, micro_batch_tokens: int | None, offload: bool
+) -> None:
+    experience, folder = ragged(9), base / name if name == "dense" else write_checkpoint(name, tmp_path / name)
+    teacher = Teacher(TeacherConfig(offload=offload), folder, torch.float32, CPU)
     found = teacher.logprobs(experience, experience.mask, micro_batch_tokens)
-    torch.testing.assert_close(found.double(), plain_logprobs(base / "dense", experience), rtol=1e-5, atol=1e-5)
+    atol = 1e-5 if name == "dense" else 2e-5
+    torch.testing.assert_close(found.double(), plain_logprobs(folder, experience), rtol=1e-5, atol=atol)
     assert found.dtype == torch.float32 and not found.requires_grad
-
-
-@pytest.mark.parametrize("name", ["gemma-2", "gpt-oss"])
-def test_a_teacher_with_soft_caps_or_sinks_has_the_log_probabilities_of_transformers(tmp_path: Path, name: str) -> None:
-    experience, folder = ragged(9), write_checkpoint(name, tmp_path / name)
-    found = Teacher(TeacherConfig(), folder, torch.float32, CPU).logprobs(experience, experience.mask, None)
-    torch.testing.assert_close(found.double(), plain_logprobs(folder, experience), rtol=1e-5, atol=2e-5)
 
 
 def test_a_teacher_of_an_unknown_family_is_refused(base: Path, tmp_path: Path) -> None:
@@ -275,11 +238,30 @@ def with_teacher(base: Path, experience: Experience) -> Experience:
     return replace(experience, teacher_logprobs=teacher.logprobs(experience, experience.mask, None))
 
 
+def policy_in_loops(start: dict[str, Tensor], base: Path) -> PlainPolicy:
+    return PlainPolicy(base / "nvfp4", {plain_name(name): tensor for name, tensor in start.items()}, SCALING)
+
+
+def descend(policy: PlainPolicy, loss: Tensor) -> None:
+    """One step of gradient descent."""
+    gradients = torch.autograd.grad(loss, list(policy.trained.values()))
+    pairs = zip(policy.trained.items(), gradients, strict=True)
+    policy.trained = {name: (value - gradient).detach().requires_grad_() for (name, value), gradient in pairs}
+
+
+def assert_learned(real: dict[str, Tensor], plain: dict[str, Tensor], before: dict[str, Tensor], least: float) -> None:
+    """Both have moved, by at least so much and alike."""
+    for name, tensor in real.items():
+        moved = (plain[plain_name(name)] - before[name]).abs().max().item()
+        assert moved > least
+        torch.testing.assert_close(tensor.double(), plain[plain_name(name)].detach(), rtol=0, atol=1e-3 * moved)
+
+
 def plain_update(
     base: Path, start: dict[str, Tensor], experience: Experience, rewards: float, coefficient: float, steps: int
 ) -> tuple[dict[str, Tensor], float]:
     """The same by loops over tokens: two steps of gradient descent on all completions, token mean; and the first KL."""
-    policy = PlainPolicy(base / "nvfp4", {plain_name(name): tensor for name, tensor in start.items()}, SCALING)
+    policy = policy_in_loops(start, base)
     teacher, old = plain_logprobs(base / "dense", experience), []
     kl, tokens = 0.0, int(experience.mask.sum())
     for step in range(steps):
@@ -297,10 +279,7 @@ def plain_update(
                 importance = min(math.exp(before - experience.sampler_logprobs[row, 5 + t].item()), 2.0)
                 loss = loss - importance * value / tokens
                 kl += (math.exp(target - before) - 1 - (target - before)) / tokens if step == 0 else 0.0
-        names, values = list(policy.trained), list(policy.trained.values())
-        gradients = torch.autograd.grad(loss, values)
-        pairs = zip(names, values, gradients, strict=True)
-        policy.trained = {name: (value - gradient).detach().requires_grad_() for name, value, gradient in pairs}
+        descend(policy, loss)
     return policy.trained, kl
 
 
@@ -315,10 +294,7 @@ def test_the_update_is_that_of_plain_loops(base: Path, start: Policy, objective:
     before = start.trained_state()
     plain, kl = plain_update(base, before, experience, 0.0 if alone else 1.0, objective.distillation_coefficient, 2)
     assert metrics["distill/kl"] == pytest.approx(kl, rel=1e-4)  # of the old policy, in both steps
-    for name, tensor in real.items():
-        moved = (plain[plain_name(name)] - before[name]).abs().max().item()
-        assert moved > 1e-3
-        torch.testing.assert_close(tensor.double(), plain[plain_name(name)].detach(), rtol=0, atol=1e-3 * moved)
+    assert_learned(real, plain, before, 1e-3)
 
 
 def test_the_update_over_the_full_vocabulary_is_that_of_plain_loops(base: Path, start: Policy) -> None:
@@ -329,7 +305,7 @@ def test_the_update_over_the_full_vocabulary_is_that_of_plain_loops(base: Path, 
     given = replace(experience, teacher_states=teacher.states(experience, experience.mask, None))
     real, metrics = learn(start, PolicyUpdate(objective, 2, 1, 25, math.inf, reference_share=0.0, seed=0), given)
     before = start.trained_state()
-    policy = PlainPolicy(base / "nvfp4", {plain_name(name): tensor for name, tensor in before.items()}, SCALING)
+    policy = policy_in_loops(before, base)
     model = AutoModelForCausalLM.from_pretrained(base / "dense", dtype=torch.float64).eval()
     tokens, mean = int(experience.mask.sum()), 0.0
     for _ in range(2):
@@ -341,16 +317,9 @@ def test_the_update_over_the_full_vocabulary_is_that_of_plain_loops(base: Path, 
                 theirs = (model(torch.tensor([ids])).logits[0, 4:-1] / experience.temperature).log_softmax(-1)
             loss = loss + (own.exp() * (own - theirs)).sum() / tokens
         mean += loss.item() / 2
-        gradients = torch.autograd.grad(0.5 * loss, list(policy.trained.values()))
-        pairs = zip(policy.trained.items(), gradients, strict=True)
-        policy.trained = {name: (value - gradient).detach().requires_grad_() for (name, value), gradient in pairs}
+        descend(policy, 0.5 * loss)
     assert metrics["distill/kl"] == pytest.approx(mean, rel=1e-4)
-    for name, tensor in real.items():
-        moved = (policy.trained[plain_name(name)] - before[name]).abs().max().item()
-        assert moved > 1e-4
-        torch.testing.assert_close(
-            tensor.double(), policy.trained[plain_name(name)].detach(), rtol=0, atol=1e-3 * moved
-        )
+    assert_learned(real, policy.trained, before, 1e-4)
 
 
 @pytest.mark.parametrize("divergence", get_args(Divergence))
@@ -363,11 +332,10 @@ def test_ranks_take_the_steps_of_one_process(base: Path, start: Policy, divergen
     objective = OnPolicyDistillation(distillation_divergence=divergence)
     update = PolicyUpdate(objective, 1, 2, 25, 0.5, reference_share=0.0, seed=0)
     alone, expected = learn(start, update, experience)
-    names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated", "teacher_logprobs")
 
     def work(ranks: Communicator) -> tuple[dict[str, Tensor], dict[str, float]]:
-        rows = torch.tensor([[0, 3, 4], [1, 2, 5, 6, 7]][ranks.rank])
-        own = replace(experience, indices=rows, **{name: getattr(experience, name)[rows] for name in names})
+        rows = [[0, 3, 4], [1, 2, 5, 6, 7]][ranks.rank]
+        own = replace(share(experience, rows), teacher_logprobs=experience.teacher_logprobs[rows])
         if own.teacher_states is not None:
             own = replace(own, teacher_states=teacher.states(own, own.mask, 25))
         return learn(start, update, own, ranks)
@@ -383,9 +351,7 @@ def test_ranks_take_the_steps_of_one_process(base: Path, start: Policy, divergen
 
 def changed(source: Path, folder: Path, config: dict[str, Any]) -> Path:
     """A copy of a model's folder with other settings in its config.json."""
-    folder.mkdir()
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(source, folder)
     settings = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | config))
     return folder

@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ import yaml
 from fit_helpers import configuration
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny_families import write_checkpoint, write_wrapped, write_wrapped_qwen
+from tiny_families import write_checkpoint, write_wrapped
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from qerl_pl.cli.export import _check_multimodal, _Merged
 from qerl_pl.cli.main import main
@@ -29,8 +28,6 @@ from qerl_pl.cli.model_card import gguf_line
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
 from qerl_pl.formats.quantize import in_format
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.policy.adapter import rename_to_multimodal
 from qerl_pl.toy.tokenizer import CHAT_TEMPLATE, EOS
 from qerl_pl.types import PolicyWeights
 
@@ -83,38 +80,6 @@ def test_a_base_in_16_bits_and_an_adapter_of_zeros_have_no_such_share(tiny_polic
 
 
 # A text model of a multimodal one -------------------------------------------------------------------------------------
-
-
-def policy_of(folder: Path) -> Policy:
-    config = PolicyConfig(path=str(folder), dtype="float32", quantization="none", lora=LoraConfig(rank=4))
-    return Policy(folder, config, torch.device("cpu"), seed=1).eval()
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("gemma-3", write_wrapped), ("qwen3.5", write_wrapped_qwen), ("qwen3.5-moe", write_wrapped_qwen)],
-)
-def test_a_multimodal_model_computes_with_a_renamed_adapter_what_the_text_model_does(
-    tmp_path: Path, name: str, write: Callable[[Path, Path], Path]
-) -> None:
-    """By PEFT, on transformers' multimodal model, after whose names vLLM maps."""
-    text = write_checkpoint(name, tmp_path / "text")
-    policy, generator, ids = policy_of(text), torch.Generator().manual_seed(7), torch.arange(40, 64)[None]
-    policy.load_trained_state(
-        {key: t + 0.05 * torch.randn(t.shape, generator=generator) for key, t in policy.trained_state().items()}
-    )
-    policy.save(tmp_path / "mine")
-    plain = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32)
-    wrapped = AutoModelForImageTextToText.from_pretrained(write(text, tmp_path / "wrapped"), dtype=torch.float32)
-    with torch.no_grad():
-        before = plain.eval()(ids).logits
-        expected = PeftModel.from_pretrained(plain, tmp_path / "mine").eval()(ids).logits
-        rename_to_multimodal(tmp_path / "mine", str(tmp_path / "wrapped"))
-        adapted = PeftModel.from_pretrained(wrapped, tmp_path / "mine").eval()
-        found = adapted(input_ids=ids).logits
-    assert all(".language_model." in key for key, _ in adapted.named_parameters() if ".lora_" in key)
-    assert (expected - before).abs().mean() > 0.05
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

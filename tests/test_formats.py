@@ -19,11 +19,11 @@ from qerl_pl.cli.main import main
 from qerl_pl.engines.vllm.startup import runs
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, QUANTIZATIONS, QUANTIZED, format_of, format_of_config, named_format
-from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
+from qerl_pl.formats.dense_checkpoint import iterate_dense
 from qerl_pl.formats.fp4 import MXFP4StacksFormat
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles, other_files, read_config
-from qerl_pl.modules import LoraConfig, PolicyConfig
+from qerl_pl.modules import PolicyConfig
 from qerl_pl.policy.policy import Policy
 
 UP, HEAD = "model.layers.0.mlp.up_proj", "lm_head"
@@ -228,86 +228,6 @@ def test_settings_that_change_nothing_are_the_format(folders: dict[str, Path], c
     assert format_of_config(config, "model").name == name
 
 
-MODELOPT = {
-    "quant_method": "modelopt",
-    "quant_algo": "NVFP4",
-    "ignore": ["lm_head"],
-    "producer": {"name": "modelopt", "version": "0.47.0"},
-    "config_groups": {
-        "group_0": {
-            "weights": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
-            "input_activations": {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16},
-            "targets": ["Linear"],
-        }
-    },
-}
-
-
-def as_modelopt(source: Path, folder: Path, place: str) -> Path:
-    """An NVFP4 checkpoint in ModelOpt's layout: a global factor without a dimension, and scales of activations."""
-    shutil.copytree(source, folder)
-    stored = {}
-    for name, tensor in load_file(source / "model.safetensors").items():
-        if name.endswith("weight_global_scale"):
-            stored[name.replace("weight_global_scale", "weight_scale_2")] = (1 / tensor).reshape(())
-            stored[name.replace("weight_global_scale", "input_scale")] = torch.tensor(0.01)
-        else:
-            stored[name.replace("weight_packed", "weight")] = tensor
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    config = read_config(source)
-    config["quantization_config"] = MODELOPT
-    if place == "hf_quant_config.json":
-        del config["quantization_config"]
-        settings = {
-            "quant_algo": "NVFP4",
-            "group_size": 16,
-            "kv_cache_quant_algo": None,
-            "exclude_modules": ["lm_head"],
-        }
-        (folder / place).write_text(json.dumps({"producer": MODELOPT["producer"], "quantization": settings}))
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-@pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
-def test_nvfp4_of_modelopt_is_read_by_its_values(folders: dict[str, Path], tmp_path: Path, place: str) -> None:
-    folder = as_modelopt(folders["nvfp4"], tmp_path / "model", place)
-    stored = load_file(folder / "model.safetensors")
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-    codes = torch.stack((stored[f"{UP}.weight"] & 15, stored[f"{UP}.weight"] >> 4), dim=-1).flatten(1)
-    scales = stored[f"{UP}.weight_scale"].float() * stored[f"{UP}.weight_scale_2"]
-    expected = values[codes.int()] * scales.repeat_interleave(16, 1)
-    dense = dict(format_of(folder).iterate_dense(TensorFiles(folder), torch.float32))
-    torch.testing.assert_close(dense[f"{UP}.weight"], expected, rtol=1e-6, atol=0)
-    settings: dict[str, Any] = {"quantization": "nvfp4", "dtype": "float32", "lora": LoraConfig(rank=2)}
-    policies = [
-        Policy(each, PolicyConfig(path=str(each), **settings), torch.device("cpu"), seed=0).eval()
-        for each in (folder, folders["nvfp4"])
-    ]
-    assert PolicyConfig(path=str(folder), **settings).base_folder() == folder
-    ids, mask = torch.arange(20)[None] + 30, (torch.arange(20) > 0)[None]
-    ours, theirs = (policy.token_values(ids, torch.tensor([20]), mask, 1.0)[0] for policy in policies)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    copy = write_dense_checkpoint(folder, tmp_path / "dense", torch.float32)
-    assert format_of(copy).name == "none"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"quant_algo": "FP8"}, "modelopt"),
-        ({"quant_algo": "MXFP8"}, "modelopt"),
-        ({"group_size": 32}, "modelopt with group_size 32"),
-        ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "modelopt with weights {'num_bits': 8}"),
-        ({"config_groups": "NVFP4"}, "modelopt with weights None"),
-    ],
-)
-def test_other_checkpoints_of_modelopt_are_refused(settings: dict[str, Any], message: str) -> None:
-    config = {"quantization_config": MODELOPT | settings}
-    with pytest.raises(UserError, match=f"16-bit activations; model has {message}.*: quantize the 16-bit model"):
-        format_of_config(config, "model")
-
-
 def test_modelopts_config_beside_weights_in_16_bits_is_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_policy_dir, tmp_path / "model")
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
@@ -315,25 +235,26 @@ def test_modelopts_config_beside_weights_in_16_bits_is_refused(tiny_policy_dir: 
         PolicyConfig(path=str(folder)).base_folder()
 
 
-@pytest.mark.parametrize("place", ["compression_config"])
-def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tmp_path: Path, place: str) -> None:
+def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_policy_dir, tmp_path / "model")
-    (folder / "config.json").write_text(json.dumps(read_config(folder) | {place: {"format": "pack-quantized"}}))
+    (folder / "config.json").write_text(
+        json.dumps(read_config(folder) | {"compression_config": {"format": "pack-quantized"}})
+    )
     policy = PolicyConfig(path=str(folder))
     for start in (policy.base_folder, lambda: shape_of(policy)):
-        with pytest.raises(UserError, match=f"model has its settings in {place}: quantize the 16-bit model"):
+        with pytest.raises(UserError, match="model has its settings in compression_config: quantize the 16-bit model"):
             start()
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("nvfp4", 2), ("mxfp4", 2), ("mxfp4", 0.5)])
-def test_scales_of_other_groups_are_refused(folders: dict[str, Path], tmp_path: Path, name: str, blocks: float) -> None:
-    folder = shutil.copytree(folders[name], tmp_path / "model")
+@pytest.mark.parametrize("blocks", [2, 0.5])
+def test_scales_of_other_groups_are_refused(folders: dict[str, Path], tmp_path: Path, blocks: float) -> None:
+    folder = shutil.copytree(folders["mxfp4"], tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     rows, groups = tensors[f"{UP}.weight_scale"].shape
     scales = torch.zeros(rows, int(groups / blocks), dtype=torch.uint8).view(tensors[f"{UP}.weight_scale"].dtype)
     save_file(tensors | {f"{UP}.weight_scale": scales}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"has a scale for every .* weights of a row; {UP} has"):
-        PolicyConfig(path=str(folder), quantization=name).base_folder()
+        PolicyConfig(path=str(folder), quantization="mxfp4").base_folder()
 
 
 # A user's own ---------------------------------------------------------------------------------------------------------

@@ -109,18 +109,6 @@ def test_the_reference_is_a_frozen_copy_that_is_loaded_where_it_is_asked_for(tin
         logprobs(make(tiny_policy_dir), reference=True)
 
 
-def test_what_is_saved_is_a_plain_model(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    policy = make(tiny_policy_dir)
-    perturb(policy)
-    policy.save(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with torch.no_grad():
-        torch.testing.assert_close(logprobs(policy), plain_logprobs(plain), rtol=1e-4, atol=1e-5)
-    assert (tmp_path / "tokenizer.json").is_file()
-    saved, own = load_file(tmp_path / "model.safetensors"), policy.trained_state()
-    assert saved.keys() == own.keys() and all(torch.equal(saved[name], own[name]) for name in own)
-
-
 def test_what_old_llama_files_hold_besides_weights_is_saved_as_it_was(tiny_policy_dir: Path, tmp_path: Path) -> None:
     folder, name = shutil.copytree(tiny_policy_dir, tmp_path / "base"), "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = load_file(folder / "model.safetensors") | {name: torch.tensor([1.0, 0.5])}
@@ -129,6 +117,7 @@ def test_what_old_llama_files_hold_besides_weights_is_saved_as_it_was(tiny_polic
     perturb(policy)
     (tmp_path / "saved").mkdir()
     policy.save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     expected = policy.trained_state() | {name: torch.tensor([1.0, 0.5])}
     assert saved.keys() == expected.keys() and all(torch.equal(saved[name], expected[name]) for name in expected)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from live_bytes import live_bytes_of_update
 from qerl_kernels import DenseWeight
 from safetensors.torch import load_file, save_file
 from test_families import full_policy, policy_of
@@ -134,9 +134,7 @@ def test_an_update_needs_what_is_estimated(
     sizes = {"num_hidden_layers": 3, "layer_types": THREE, "global_head_dim": size}
     source = write_checkpoint("gemma-4", tmp_path / "source", sizes)
     policy = policy_of(source, quantization="none", gradient_checkpointing=mode).train()
-    ids = torch.arange(256)[None] % 400 + 20
-    with LiveBytes() as live:
-        policy.token_values(ids, torch.tensor([256]), torch.arange(256)[None] > 0, 1.0)[0].sum().backward()
+    live = live_bytes_of_update(policy, 1, 256)
     shape, batch = Shape.of(policy.base.config), MicroBatch(256, 1, torch.float32, mode, rank=8)
     estimate = activation_bytes(shape, batch)
     # As in test_memory_plan.py: on a CPU the activation's result and what plain norms multiply are saved besides.

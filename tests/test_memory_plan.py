@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from live_bytes import live_bytes_of_update
 from pages import ROOT
 from qerl_kernels import flash_attention_4, logprob
 from transformers import (
@@ -350,9 +350,7 @@ def test_a_counted_update_needs_what_is_estimated(
         mlp_tile_tokens=tile,
     )  # fmt: skip
     policy = Policy(small, config, torch.device("cpu"), seed=1).train()
-    ids, mask = torch.randint(5, 60, (1, tokens)), torch.arange(tokens)[None] > 0
-    with LiveBytes() as live:
-        policy.token_values(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
+    live = live_bytes_of_update(policy, 1, tokens)
     shape = Shape.of(policy.base.config)
     assert shape == Shape(64, 512, 6, 4, 64, 64, 64, False, False)
     batch = MicroBatch(tokens, 1, torch.float32, mode, tile, rank=2)
@@ -379,9 +377,7 @@ def test_scores_with_a_soft_cap_are_counted(tmp_path: Path, mode: Any, sequences
     )
     policy = Policy(tmp_path, settings, torch.device("cpu"), seed=1).train()
     length = 512
-    ids, mask = torch.randint(5, 60, (sequences, length)), torch.arange(length).expand(sequences, length) > 0
-    with LiveBytes() as live:
-        policy.token_values(ids, torch.tensor([length] * sequences), mask, 1.0)[0].sum().backward()
+    live = live_bytes_of_update(policy, sequences, length)
     shape, batch = Shape.of(policy.base.config), MicroBatch(length * sequences, sequences, torch.float32, mode, rank=2)
     within(activation_bytes(shape, batch), live.peak, 0.05)
     assert not Shape.of(Gemma2Config(attn_logit_softcapping=None)).soft_capped
@@ -401,11 +397,8 @@ def test_inputs_of_norms_of_outputs_are_counted(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         settings = PolicyConfig(path=str(folder), quantization="none", dtype="float32", lora=LoraConfig(rank=2))
         policy = Policy(folder, settings, torch.device("cpu"), seed=1).train()
-        ids, mask = torch.randint(5, 60, (1, tokens)), torch.arange(tokens)[None] > 0
-        with LiveBytes() as live:
-            policy.token_values(ids, torch.tensor([tokens]), mask, 1.0)[0].sum().backward()
         shapes.append(Shape.of(policy.base.config))
-        peaks.append(live.peak)
+        peaks.append(live_bytes_of_update(policy, 1, tokens).peak)
     batch = MicroBatch(tokens, 1, torch.float32, False, rank=2)
     without, counted = (saved_bytes(shape, batch) for shape in shapes)
     assert peaks[1] - peaks[0] >= counted - without == 4 * 2 * 4 * 128 * tokens

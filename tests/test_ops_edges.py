@@ -3,7 +3,7 @@
 import plain_ops
 import pytest
 import torch
-from qerl_kernels import marlin, reference
+from qerl_kernels import MarlinRows, MarlinTensor, marlin, reference
 from qerl_kernels.logprob import chunked_token_logprobs, default_chunk
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,9 +83,13 @@ def test_a_whole_marlin_weight_is_read_by_default_and_no_other_slice():
     words, scale, _ = plain_ops.to_marlin(tensor)
     full = reference.dequantize_nvfp4_unscaled(tensor.packed, tensor.scale, torch.float32)
     assert torch.equal(marlin.dequantize_marlin(words, scale, torch.float32), full)
-    for start, stop in ((0, 100), (64, 64), (-64, 64), (64, 192)):
-        with pytest.raises(ValueError, match=rf"got \[{start}:{stop}\]"):
-            marlin.dequantize_marlin(words, scale, torch.float32, start, stop)
+    for start, stop in ((0, 100), (64, 64), (-64, 64), (64, 192), (32, 128)):
+        for read in (
+            lambda *rows: marlin.dequantize_marlin(words, scale, torch.float32, *rows),
+            lambda *rows: MarlinRows(MarlinTensor(words, scale, None), *rows),
+        ):
+            with pytest.raises(ValueError, match=rf"multiples of 64 .*got \[{start}:{stop}\]; keep an own copy"):
+                read(start, stop)
 
 
 class Products(TorchDispatchMode):

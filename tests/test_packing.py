@@ -365,21 +365,24 @@ def test_pytorchs_operations_take_what_they_are_given() -> None:
     assert names[:4] == ["output", "softmax_logsumexp", "rng_state", "unused"]
 
 
-def test_its_gradients_are_pytorchs_and_have_the_shapes_of_what_it_was_given() -> None:
+def test_its_result_gradients_and_log_sum_have_the_shapes_of_pytorchs() -> None:
+    """The log sum has a row for each head: sinks change it, and the backward pass takes some of its rows."""
     inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
     packing = Packing.of(LENGTHS, 6)
-    out = varlen_attention(*inputs, packing.cu_seqlens.to("meta"), packing.max_seqlen)
-    gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
-    assert out.shape == inputs[0].shape and [one.shape for one in gradients] == [one.shape for one in inputs]
+    for window in (None, 3):
+        out = varlen_attention(*inputs, packing.cu_seqlens.to("meta"), packing.max_seqlen, None, window)
+        log_sum = out.grad_fn.saved_tensors[4]  # type: ignore[union-attr]
+        assert log_sum.shape == (4, 9) and log_sum.dtype == torch.float32
+        gradients = torch.autograd.grad(out, inputs, torch.empty_like(out))
+        assert out.shape == inputs[0].shape and [one.shape for one in gradients] == [one.shape for one in inputs]
 
 
-def test_the_log_sum_of_exponentials_has_a_row_for_each_head() -> None:
-    """Sinks change it, and the backward pass takes some of its rows."""
-    inputs = [torch.randn(9, heads, 64, device="meta", requires_grad=True) for heads in (4, 2, 2)]
-    packing = Packing.of(LENGTHS, 6)
-    out = varlen_attention(*inputs, packing.cu_seqlens.to("meta"), packing.max_seqlen, None, 3)
-    log_sum = out.grad_fn.saved_tensors[4]  # type: ignore[union-attr]
-    assert log_sum.shape == (4, 9) and log_sum.dtype == torch.float32
+def drawn_on_a_gpu(lengths: list[int], heads: int, keys: int, size: int) -> tuple[Packing, list[Tensor], Tensor]:
+    """A packing of sequences, queries, keys and values in float32, and a gradient."""
+    torch.manual_seed(0)
+    packing = Packing.of(torch.tensor(lengths, device="cuda"), max(lengths))
+    inputs = [torch.randn(sum(lengths), count, size, device="cuda") for count in (heads, keys, keys)]
+    return packing, inputs, torch.randn(sum(lengths), heads, size, device="cuda")
 
 
 @pytest.mark.gpu
@@ -390,10 +393,7 @@ def test_a_gpus_gradient_by_groups_of_heads_errs_no_more_than_in_one_call(
     heads: int, keys: int, size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """bfloat16 against float32 in plain PyTorch, and the same bits twice."""
-    torch.manual_seed(0)
-    tokens, packing = sum(lengths), Packing.of(torch.tensor(lengths, device="cuda"), max(lengths))
-    inputs = [torch.randn(tokens, count, size, device="cuda") for count in (heads, keys, keys)]
-    direction = torch.randn(tokens, heads, size, device="cuda")
+    packing, inputs, direction = drawn_on_a_gpu(lengths, heads, keys, size)
 
     def gradients(dtype: torch.dtype, groups: int = 1) -> tuple[Tensor, ...]:
         """By groups of keys, of which each is computed by itself: in float32 all scores would take 100 GB."""
@@ -434,10 +434,7 @@ def test_a_gpus_flash_attention_4_errs_no_more_than_version_2(
 ) -> None:
     """bfloat16 against float32 in plain PyTorch, and the same bits twice."""
     pytest.importorskip("flash_attn.cute", reason="needs an NVIDIA GPU and flash-attn-4")
-    torch.manual_seed(0)
-    tokens, packing = sum(lengths), Packing.of(torch.tensor(lengths, device="cuda"), max(lengths))
-    inputs = [torch.randn(tokens, count, size, device="cuda") for count in (heads, keys, keys)]
-    direction = torch.randn(tokens, heads, size, device="cuda")
+    packing, inputs, direction = drawn_on_a_gpu(lengths, heads, keys, size)
     sinks = torch.randn(heads, device="cuda") if sunk else None
 
     def results(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -461,10 +458,7 @@ def test_a_gpus_flash_attention_4_errs_no_more_than_version_2(
 @pytest.mark.parametrize("window", [None, 128])
 def test_a_gpus_flash_attention_with_sinks_errs_little_more_than_that_without(window: int | None) -> None:
     """gpt-oss-20b's heads, bfloat16 against float32 in plain PyTorch."""
-    torch.manual_seed(0)
-    packing = Packing.of(torch.tensor([300, 1, 700], device="cuda"), 700)
-    inputs = [torch.randn(1001, heads, 64, device="cuda") for heads in (64, 8, 8)]
-    direction, errors = torch.randn_like(inputs[0]), []
+    (packing, inputs, direction), errors = drawn_on_a_gpu([300, 1, 700], 64, 8, 64), []
     for sinks in (None, torch.randn(64, device="cuda")):
         values = []
         for dtype in (torch.bfloat16, torch.float32):
@@ -489,10 +483,8 @@ def test_a_gpus_operation_gives_what_pytorchs_function_gives_for_repeated_keys(
     from torch.nn.attention.varlen import varlen_attn
 
     monkeypatch.setattr(flash_attention_4, "available", lambda *_: False)
-    torch.manual_seed(0)
-    packing = Packing.of(torch.tensor([1500, 700, 1, 1848], device="cuda"), 1848)
-    drawn = [torch.randn(4049, count, size, device="cuda", dtype=torch.bfloat16) for count in (heads, keys, keys)]
-    inputs, direction = [tensor.requires_grad_() for tensor in drawn], torch.randn_like(drawn[0])
+    packing, drawn, direction = drawn_on_a_gpu([1500, 700, 1, 1848], heads, keys, size)
+    inputs, direction = [tensor.bfloat16().requires_grad_() for tensor in drawn], direction.bfloat16()
     bounds = (packing.cu_seqlens, packing.cu_seqlens, packing.max_seqlen, packing.max_seqlen)
     with deterministic():
         result = attention_of_rows(*inputs, packing, scaling, window)

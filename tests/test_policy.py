@@ -9,13 +9,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-from plain_ops import to_marlin
-from qerl_kernels import FrozenWeight, MarlinRows, NVFP4Tensor
 from safetensors.torch import load_file, save_file
+from test_families import lent
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from qerl_pl.engines.base import SharedWeights
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -126,19 +124,6 @@ def test_an_own_copy_has_the_names_and_bits_of_its_folder_and_follows_what_is_lo
     scales = {name: tensor.flip(0) for name, tensor in state.items() if name.endswith("o_proj.base_layer.weight_scale")}
     policy.base.load_state_dict(state | scales)
     assert (policy.token_values(*tokens, 1.0)[0] - before).abs().max() > 1e-3
-
-
-def test_gradients_equal_those_over_the_dense_base(base: Path, dense: Path) -> None:
-    tokens, lengths, mask = batch()
-    gradients = []
-    for folder, quantization in ((base, "nvfp4"), (dense, "none")):
-        policy = make(folder, quantization=quantization)
-        perturb(policy)
-        policy.token_values(tokens, lengths, mask, 1.0)[0].sum().backward()
-        gradients.append([p.grad for p in policy.parameters() if p.requires_grad])
-    assert len(gradients[0]) == 2 * 7 * 2
-    for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -309,59 +294,6 @@ def test_packing_computes_no_padding_and_no_row_that_selects_nothing(base: Path)
     assert not without[1].any() and not nothing.any()
 
 
-@pytest.mark.parametrize("quantization", ["nvfp4", "none"])
-def test_attention_that_its_config_has_drop_weights_drops_none(
-    base: Path, dense: Path, tmp_path: Path, quantization: str
-) -> None:
-    plain = base if quantization == "nvfp4" else dense
-    folder = shutil.copytree(plain, tmp_path / "dropping")
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(described | {"attention_dropout": 0.5}))
-    tokens, lengths, mask = batch()
-    expected, result = (
-        make(one, quantization=quantization).train().token_values(tokens, lengths, mask, 1.0) for one in (plain, folder)
-    )
-    assert all(map(torch.equal, result[:2], expected[:2]))
-
-
-def test_a_sliding_window_hides_what_lies_before_it(dense: Path, tmp_path: Path) -> None:
-    windowed = tmp_path / "windowed"
-    shutil.copytree(dense, windowed)
-    config = AutoConfig.from_pretrained(dense)
-    settings = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0, "layer_types": None}
-    type(config).from_dict(config.to_dict() | settings).save_pretrained(windowed)
-    tokens, lengths, mask = batch()
-    with torch.no_grad():
-        result = make(windowed, quantization="none").token_values(tokens, lengths, mask, 0.7)
-    model = AutoModelForCausalLM.from_pretrained(windowed, dtype=torch.float32).eval()
-    for ours, theirs in zip(result[:2], plain_logprobs(model, 0.7), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    everything = plain_logprobs(AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).eval(), 0.7)
-    assert (result[0] - everything[0]).abs().max() > 0.01
-
-
-def shared_weights(base: Path) -> SharedWeights:
-    """What an engine with Marlin kernels would lend: fused matrices in its layout."""
-    tensors = load_file(base / "model.safetensors")
-    linears: dict[str, FrozenWeight] = {}
-    for stem, projections in (
-        ("self_attn", ("q_proj", "k_proj", "v_proj")),
-        ("self_attn", ("o_proj",)),
-        ("mlp", ("gate_proj", "up_proj")),
-        ("mlp", ("down_proj",)),
-    ):
-        for layer in range(2):
-            names = [f"model.layers.{layer}.{stem}.{name}" for name in projections]
-            packed, scale = (torch.cat([tensors[f"{n}.weight_{kind}"] for n in names]) for kind in ("packed", "scale"))
-            fused = to_marlin(NVFP4Tensor(packed, scale, tensors[f"{names[0]}.weight_global_scale"]))
-            start = 0
-            for name in names:
-                stop = start + len(tensors[f"{name}.weight_packed"])
-                linears[name] = MarlinRows(fused, start, stop)
-                start = stop
-    return SharedWeights(linears, {"model.embed_tokens.weight": tensors["model.embed_tokens.weight"]})
-
-
 ROPE = {
     "Llama 3.1": (131072, {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}, 131072),
     "Qwen2.5 with YaRN": (32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
@@ -392,7 +324,7 @@ def test_positions_are_those_of_the_model_card(tmp_path: Path, name: str, key: s
 def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> None:
     tokens, lengths, mask = batch()
     config = PolicyConfig(path=str(base), dtype="float32")
-    shared = shared_weights(base)
+    shared = lent(base)
     results = []
     for lender in (None, shared):
         policy = Policy(base, config, CPU, seed=1, shared=lender)

@@ -1,6 +1,9 @@
-"""NVFP4 as ModelOpt 0.47 and llm-compressor 0.14 write it: names, data types, shapes and settings of their files."""
+"""NVFP4, alone and beside FP8, a 4-bit lm_head and scales of keys and values, as ModelOpt 0.47 and llm-compressor 0.14
+write it: names, data types, shapes and settings of their files."""
 
 import json
+import logging
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,23 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from qerl_kernels import quantize_mxfp4, quantize_nvfp4
 from safetensors.torch import load_file, save_file
-from test_mixed_checkpoints import in_4_bits, logprobs_of, policy_of
-from tiny_families import write_checkpoint
+from tiny_families import write_checkpoint, write_wrapped_qwen
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.cli.dry_run import shape_of
+from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.fp4 import NVFP4Format
+from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.families import fused_group
 from qerl_pl.models.folder import TensorFiles, load_config, read_config
-from qerl_pl.modules import PolicyConfig
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
 Stored = tuple[dict[str, Tensor], Tensor]
 """Tensors of a linear by the end of their names, and the weight that they mean."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")
+FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 MLP = ("gate_proj", "up_proj", "down_proj")
 DOWN = "model.layers.0.mlp.down_proj"
 VALUE = "model.layers.0.self_attn.v_proj"
@@ -49,10 +55,23 @@ def by_row(weight: Tensor, modelopt: bool) -> Stored:
 
 
 def by_block(weight: Tensor, modelopt: bool) -> Stored:
-    """Of matrices that are one block: ModelOpt then stores a number."""
-    scale = (weight.abs().max() / 448).reshape(() if modelopt else (1, 1))
-    scale = scale if modelopt else scale.bfloat16()
-    return in_fp8(weight, scale, scale.float().reshape(1, 1))
+    """Of 128 by 128 weights; ModelOpt stores a number where there is one block, else four dimensions."""
+    grid = torch.zeros(math.ceil(len(weight) / 128), math.ceil(weight.shape[1] / 128))
+    factors = torch.zeros_like(weight)
+    for i in range(len(grid)):
+        for j in range(grid.shape[1]):
+            part = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+            scale = weight[part].abs().max() / 448
+            grid[i, j] = factors[part] = scale if modelopt else scale.bfloat16().float()
+    stored = (grid.reshape(()) if grid.numel() == 1 else grid[:, None, :, None]) if modelopt else grid.bfloat16()
+    return in_fp8(weight, stored, factors)
+
+
+def in_4_bits(weight: Tensor, of_group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, block scales, the divisor that a group shares, and what they mean."""
+    packed, scale, divisor = quantize_nvfp4(weight, 2688 / of_group.abs().max().reshape(1))
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
+    return packed, scale, divisor, FLOAT4[codes.int()] * (scale.float() / divisor).repeat_interleave(16, 1)
 
 
 def in_nvfp4(weight: Tensor, modelopt: bool, group: Tensor, inputs: bool) -> Stored:
@@ -72,9 +91,9 @@ CACHES = ("FP8", "NVFP4_AFFINE")
 
 def write_as(
     writer: str, folder: Path, family: str = "qwen3", fp8: Fp8 | None = None, inputs: bool = True,
-    head: bool = False, tied: bool = False, cache: str | None = None,
+    head: bool = False, tied: bool = False, cache: str | None = None, hidden: int = 128,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Write a tiny checkpoint; returns the dense tensors that it means.
+    """Write a tiny checkpoint, or change the one that is there; returns the dense tensors that it means.
 
     Args:
         writer: "ModelOpt" or "llm-compressor".
@@ -85,8 +104,10 @@ def write_as(
         head: Whether lm_head is in NVFP4.
         tied: Whether it is the embeddings.
         cache: Format of keys and values; of "FP8 cast" no scale is stored.
+        hidden: Hidden size.
     """
-    write_checkpoint(family, folder, {"tie_word_embeddings": tied})
+    if not folder.exists():
+        write_checkpoint(family, folder, {"tie_word_embeddings": tied, "hidden_size": hidden})
     modelopt, stored, dense = writer == "ModelOpt", dict[str, Tensor](), dict[str, Tensor]()
     four = "NVFP4" if inputs else "W4A16_NVFP4"
     layers: dict[str, dict[str, Any]] = {}
@@ -197,6 +218,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "ModelOpt NVFP4, cache with biases": {"cache": "NVFP4_AFFINE"},
     "ModelOpt NVFP4 and FP8 by row": {"fp8": by_row},
     "ModelOpt NVFP4 and FP8 by block": {"fp8": by_block},
+    "ModelOpt NVFP4 and FP8 by many blocks": {"fp8": by_block, "hidden": 160},
     "ModelOpt for Qwen3.5": QWEN,
     "ModelOpt for Qwen3.5, tied": QWEN | {"tied": True},
     "llm-compressor NVFP4": {},
@@ -205,31 +227,67 @@ WRITTEN: dict[str, dict[str, Any]] = {
     "llm-compressor NVFP4, FP8 cache": {"cache": "FP8"},
     "llm-compressor NVFP4 and FP8 by row": {"fp8": by_row},
     "llm-compressor NVFP4A16 and FP8 by block": {"fp8": by_block, "inputs": False},
+    "llm-compressor NVFP4 and FP8 by many blocks": {"fp8": by_block, "hidden": 160},
     "llm-compressor NVFP4 and FP8 by matrix, FP8 cache": {"fp8": by_matrix, "cache": "FP8"},
 }
 """Settings of `write_as` by what a checkpoint is; the first word is its writer."""
 
 
-@pytest.mark.parametrize("case", WRITTEN)
-def test_every_weight_of_a_published_checkpoint_is_read_by_its_value(tmp_path: Path, case: str) -> None:
-    folder, settings = tmp_path / "model", WRITTEN[case]
-    expected = write_as(case.split()[0], folder, **settings)
-    config = PolicyConfig(path=str(folder), dtype="float32")
-    shape_of(config)
-    base = config.base_folder()
-    assert (base == folder) == (not {"fp8", "cache", "head"} & settings.keys())
-    dense = dict(format_of(base).iterate_dense(TensorFiles(base), torch.float32))
-    assert dense.keys() == expected.keys()
-    for name, tensor in expected.items():  # FP8 and a 4-bit lm_head are rounded to the embeddings' bfloat16
-        rounded = base != folder and name.rpartition(".")[0].endswith(("lm_head", *ATTENTION))
-        torch.testing.assert_close(dense[name], tensor, rtol=2**-8 if rounded else 1e-6, atol=0, msg=name)
-    model = AutoModelForCausalLM.from_config(load_config(base), dtype=torch.float32).eval()
-    model.load_state_dict(dense, strict="lm_head.weight" in dense)
+def policy_of(folder: Path, **settings: Any) -> Policy:
+    config = PolicyConfig(path=str(folder), dtype="float32", lora=LoraConfig(rank=2), **settings)
+    return Policy(folder, config, torch.device("cpu"), seed=0).eval()
+
+
+def logprobs_of(policy: Policy) -> Tensor:
     ids = torch.arange(24)[None] * 7 + 30
     with torch.no_grad():
-        logits = model(ids).logits[0, :-1].log_softmax(-1)
-    found = logprobs_of(policy_of(base))[0, 1:]
-    torch.testing.assert_close(found, logits.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-4, atol=2e-5)
+        return policy.token_values(ids, torch.tensor([24]), torch.arange(24)[None] > 0, 1.0)[0]
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_every_weight_of_a_published_checkpoint_is_read_by_its_value_and_copied_once_without_fp8(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    folder, settings = tmp_path / "model", WRITTEN[case]
+    fp8, cached = settings.get("fp8"), settings.get("cache") in CACHES
+    expected = write_as(case.split()[0], folder, **settings)
+    original = TensorFiles(folder)
+    attention = [name for name in expected if name.endswith(tuple(f"{kind}.weight" for kind in ATTENTION))]
+    assert len(original.fp8) == (len(attention) if fp8 else 0) and not original.skipped
+    config = PolicyConfig(path=str(folder), dtype="float32")
+    shape = shape_of(config)
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        base = config.base_folder()
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count(f"{len(attention)} linears in FP8 are read in 16 bits, as their activations are") == bool(fp8)
+    assert said.count("the scales that the base has for keys and values in 8 bits are not used") == cached
+    assert (base == folder) == (not {"fp8", "cache", "head"} & settings.keys())
+    assert base == config.base_folder() == PolicyConfig(path=str(base)).base_folder()
+    ids = torch.arange(24)[None] * 7 + 30
+    for read in {base if settings.get("tied") else folder, base}:  # a policy starts from no second lm_head
+        dense = dict(format_of(read).iterate_dense(TensorFiles(read), torch.float32))
+        assert dense.keys() == expected.keys()
+        for name, tensor in expected.items():  # FP8 and a 4-bit lm_head are rounded to the embeddings' bfloat16
+            rounded = read != folder and name.rpartition(".")[0].endswith(("lm_head", *ATTENTION))
+            torch.testing.assert_close(dense[name], tensor, rtol=2**-8 if rounded else 1e-6, atol=0, msg=name)
+        if fp8:
+            wide = "model.layers.1.self_attn.o_proj.weight"
+            assert torch.equal(TensorFiles(read).first_rows(64).read(wide).float(), dense[wide][:64])
+        model = AutoModelForCausalLM.from_config(load_config(base), dtype=torch.float32).eval()
+        model.load_state_dict(dense, strict="lm_head.weight" in dense)
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1].log_softmax(-1)
+        found = logprobs_of(policy_of(read))[0, 1:]
+        torch.testing.assert_close(found, logits.gather(1, ids[0, 1:, None])[:, 0], rtol=1e-4, atol=2e-5)
+    sixteen = sum(expected[name].numel() for name in attention) if fp8 else 0
+    assert shape.dense_weights == sixteen == shape_of(PolicyConfig(path=str(base))).dense_weights
+    held, quantized = load_file(base / "model.safetensors"), read_config(base)["quantization_config"]
+    if base != folder:
+        assert quantized["format"] == "nvfp4-pack-quantized" and "kv_cache_scheme" not in quantized
+        assert {*quantized["ignore"]} >= {"lm_head", *(name.removesuffix(".weight") for name in attention if fp8)}
+        assert not [name for name in held if name.endswith(("k_scale", "v_scale", "input_scale", "input_global_scale"))]
+    packed = [name for name in held if name.endswith(("packed", "mlp.down_proj.weight_scale"))]
+    assert all(torch.equal(held[n].view(torch.uint8), original.read(n).view(torch.uint8)) for n in packed)
 
 
 Change = Callable[[dict[str, Tensor], dict[str, Any]], object]
@@ -272,7 +330,18 @@ def four_bit_embeddings(tensors: dict[str, Tensor], _: dict[str, Any]) -> None:
     tensors |= {f"model.embed_tokens.{end}": tensor for end, tensor in stored.items()}
 
 
-MO, LC, MIXED = "ModelOpt NVFP4", "llm-compressor NVFP4", "ModelOpt NVFP4 and FP8 by row"
+def in_groups(**weights: Any) -> Change:
+    return lambda _, config: config["config_groups"]["group_0"]["weights"].update(weights)
+
+
+MO, LC, MIXED, LC_MIXED = (
+    "ModelOpt NVFP4",
+    "llm-compressor NVFP4",
+    "ModelOpt NVFP4 and FP8 by row",
+    "llm-compressor NVFP4 and FP8 by row",
+)
+NO_FP8 = "mixed-precision with float-quantized weights"
+ROTATIONS = {"config_groups": {"R1": {"type": "hadamard"}}}
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "no block scale": (LC, without("weight_scale"), "needs its scales; .*model lacks .*down_proj.weight_scale;"),
     "no divisor": (LC, without("weight_global_scale"), "needs its scales; .*model lacks .*weight_global_scale;"),
@@ -305,6 +374,30 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda _, config: config["config_groups"]["group_0"].update(pre_quant_scale=True),
         "modelopt with pre_quant_scale True",
     ),
+    "FP8 alone of ModelOpt": (MO, asks(quant_algo="FP8"), "has modelopt.*: quantize the 16-bit model"),
+    "MXFP8 alone": (MO, asks(quant_algo="MXFP8"), "has modelopt.*: quantize the 16-bit model"),
+    "groups of 32": (MO, asks(group_size=32), "has modelopt with group_size 32: quantize the 16-bit model"),
+    "8 bits": (MO, asks(config_groups={"a": {"weights": {"num_bits": 8}}}), "with weights {'num_bits': 8}: quantize"),
+    "named groups": (MO, asks(config_groups="NVFP4"), "has modelopt with weights None: quantize the 16-bit model"),
+    "MXFP8 layers": (
+        MIXED,
+        lambda _, config: config["quantized_layers"].update(x={"quant_algo": "MXFP8"}),
+        "has modelopt with quantized_layers .*: quantize",
+    ),
+    "layers by another name": (MIXED, asks(quantized_layers=["x"]), "with quantized_layers .*: quantize"),
+    "8-bit integers of ModelOpt": (MIXED, in_groups(type="int"), "has modelopt with weights .*: quantize"),
+    "smoothed": (MIXED, asks(pre_quant_scale=True), "has modelopt with pre_quant_scale True: quantize"),
+    "8-bit integers": (LC_MIXED, in_groups(type="int"), f"has {NO_FP8}.*: quantize"),
+    "asymmetric": (LC_MIXED, in_groups(symmetric=False), f"has {NO_FP8}.*: quantize"),
+    "dynamic": (LC_MIXED, in_groups(dynamic=True), f"has {NO_FP8}.*: quantize"),
+    "other blocks": (LC_MIXED, in_groups(strategy="block", block_structure=[64, 64]), f"has {NO_FP8}.*: quantize"),
+    "4-bit integers": (
+        LC_MIXED,
+        lambda _, config: config["config_groups"]["group_0"].update(format="pack-quantized"),
+        "with pack-quantized weights.*: quantize",
+    ),
+    "FP8 without NVFP4": (LC_MIXED, lambda _, config: config["config_groups"].pop("group_1"), "has mixed-precision.*:"),
+    "rotations": (LC_MIXED, asks(transform_config=ROTATIONS), "with transform_config.*: quantize"),
     "2-bit integers": (LC, asks(format="pack-quantized"), "has pack-quantized: quantize the 16-bit model"),
     "FP8 alone": (LC, asks(format="float-quantized"), "has float-quantized: quantize the 16-bit model"),
 }
@@ -319,14 +412,17 @@ SAME: dict[str, tuple[str, Change]] = {
     "zero points of the cache": (LC, add("model.layers.0.self_attn.k_zero_point", torch.zeros(1).byte())),
     "lm_head by a pattern": (LC, asks(ignore=["re:.*lm_head", "model.layers.0.self_attn.qkv_proj"])),
     "hf_quant_config.json alone": (MO, lambda _, config: config.clear()),
+    "hf_quant_config.json alone, FP8 beside": (MIXED, lambda _, config: config.clear()),
     "config.json first": (MO, asks()),
+    "scales in another file": (LC, asks()),
+    "scales in another file, FP8 beside": (MIXED, asks()),
 }
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
     """Folders and their dense tensors."""
-    folders = {case: tmp_path_factory.mktemp("written") / "model" for case in (MO, LC, MIXED)}
+    folders = {case: tmp_path_factory.mktemp("written") / "model" for case in (MO, LC, MIXED, LC_MIXED)}
     return {case: (folder, write_as(case.split()[0], folder, **WRITTEN[case])) for case, folder in folders.items()}
 
 
@@ -359,10 +455,20 @@ def test_other_ways_to_store_the_same_are_read_alike(
     config = changed(written[source][0], tmp_path / "model", change)
     if case == "config.json first":
         (tmp_path / "model" / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    if case.startswith("scales in another file"):
+        stored = load_file(tmp_path / "model" / "model.safetensors")
+        files = {name: f"{'scale' in name}.safetensors" for name in stored}
+        for file in set(files.values()):
+            save_file(
+                {name: tensor for name, tensor in stored.items() if files[name] == file}, config.path + "/" + file
+            )
+        (tmp_path / "model" / "model.safetensors").unlink()
+        (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
     shape_of(config)
     base = config.base_folder()
     for name, tensor in format_of(base).iterate_dense(TensorFiles(base), torch.float32):
-        torch.testing.assert_close(tensor, written[source][1][name], rtol=1e-6, atol=0, msg=name)
+        rtol = 2**-8 if source == MIXED else 1e-6  # FP8 is copied in bfloat16
+        torch.testing.assert_close(tensor, written[source][1][name], rtol=rtol, atol=0, msg=name)
 
 
 def test_the_linears_of_beta_and_decay_must_share_a_global_scale(tmp_path: Path) -> None:
@@ -383,3 +489,75 @@ def test_a_tied_4_bit_lm_head_that_is_not_the_embeddings_is_refused(tmp_path: Pa
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"lm_head must be the embeddings; those of .*model differ .*: set it to false"):
         PolicyConfig(path=str(tmp_path / "model")).base_folder()
+
+
+def test_a_4_bit_lm_head_of_another_format_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint("qwen3", tmp_path / "source", {"tie_word_embeddings": False})
+    quantize_checkpoint(source, tmp_path / "model", "mxfp4")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    packed, scale = quantize_mxfp4(stored.pop("lm_head.weight"))
+    head = {"lm_head.weight_packed": packed, "lm_head.weight_scale": scale}
+    save_file(stored | head, tmp_path / "model" / "model.safetensors")
+    config = PolicyConfig(path=str(tmp_path / "model"), quantization="mxfp4")
+    for start in (lambda: shape_of(config), config.base_folder, lambda: policy_of(config.source_folder())):
+        with pytest.raises(UserError, match="lm_head must be in 16 bits; it is in MXFP4: .*ignore"):
+            start()
+
+
+@pytest.mark.parametrize(("writer", "nested"), [("ModelOpt", False), ("llm-compressor", True)])
+def test_a_published_model_of_text_and_images_is_taken_out_by_quantize(
+    tmp_path: Path, writer: str, nested: bool
+) -> None:
+    """As Qwen's own: FP8 in attention and delta nets, NVFP4 in MLPs and lm_head, layers for speculative decoding.
+
+    The settings may be in `text_config`, where vLLM finds them, too.
+    """
+    text = write_checkpoint("qwen3.5", tmp_path / "text", {"tie_word_embeddings": False})
+    wrapped = write_wrapped_qwen(text, tmp_path / "wrapped")
+    settings: dict[str, Any] = {"fp8": by_matrix, "head": True, "cache": "FP8"}
+    write_as(writer, wrapped, **settings)
+    if nested:
+        config = read_config(wrapped)
+        config["text_config"]["quantization_config"] = config.pop("quantization_config")
+        (wrapped / "config.json").write_text(json.dumps(config))
+    expected = write_as(writer, text, **settings)
+    with pytest.raises(UserError, match="must be of text alone; .*take the text model out by `qerl quantize`"):
+        PolicyConfig(path=str(wrapped)).base_folder()
+    assert main(["quantize", str(wrapped), str(tmp_path / "out")]) == 0
+    copy = PolicyConfig(path=str(text)).base_folder()
+    found, held = (load_file(each / "model.safetensors") for each in (tmp_path / "out", copy))
+    assert found.keys() == held.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), held[name].view(torch.uint8)) for name in held)
+    narrow = "model.layers.0.linear_attn.in_proj_a"
+    ignored = read_config(tmp_path / "out")["quantization_config"]["ignore"]
+    assert narrow in ignored and "model.layers.0.linear_attn.in_proj_qkv" in ignored
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    assert torch.equal(found[name], expected[name].bfloat16())
+    assert PolicyConfig(path=str(tmp_path / "out")).base_folder() == tmp_path / "out"
+    assert logprobs_of(policy_of(tmp_path / "out")).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [
+        (torch.int8, torch.ones(1)),
+        (torch.float8_e5m2, torch.ones(1)),
+        (torch.float8_e4m3fn, torch.ones(64)),
+        (torch.float8_e4m3fn, torch.ones(128, 4)),
+        (torch.float8_e4m3fn, torch.ones(2, 1)),
+        (torch.float8_e4m3fn, torch.ones(1, dtype=torch.int32)),
+        (torch.float8_e4m3fn, torch.tensor(-0.1)),
+        (torch.float8_e4m3fn, torch.tensor(torch.nan)),
+        (torch.float8_e4m3fn, torch.full((128, 1), torch.inf)),
+    ],
+)
+def test_8_bits_of_another_kind_are_refused_by_the_tensors_name(
+    written: dict[str, tuple[Path, dict[str, Tensor]]], tmp_path: Path, codes: torch.dtype, scales: Tensor
+) -> None:
+    folder, name = tmp_path / "model", "model.layers.1.self_attn.q_proj.weight"
+    folder.mkdir()
+    (folder / "config.json").write_bytes((written[MIXED][0] / "config.json").read_bytes())
+    stored = {name: torch.zeros(128, 128).to(codes), f"{name}_scale": scales}
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"E4M3 floats with a scale for a matrix, a row or a block .*; {name} is"):
+        TensorFiles(folder).read(name)

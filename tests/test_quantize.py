@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors.mxfp4 import MXFP4PackedCompressor
-from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
 from qerl_kernels import (
     nvfp4_global_scale,
     quantize_nvfp4,
@@ -79,7 +76,14 @@ def test_an_exported_dense_copy_has_no_report(quantized: Path, tmp_path: Path) -
     }
 
 
-def test_transformers_loads_the_checkpoint_with_the_same_weights(quantized: Path) -> None:
+@pytest.mark.parametrize(("format", "scales"), [("nvfp4", "torch.float8_e4m3fn"), ("mxfp4", "torch.uint8")])
+def test_transformers_loads_the_checkpoint_with_the_same_weights(
+    tiny_policy_dir: Path, tmp_path: Path, format: str, scales: str
+) -> None:
+    quantized = tmp_path / format
+    assert main(["quantize", str(tiny_policy_dir), str(quantized), "--format", format, "--device", "cpu"]) == 0
+    config = read_config(quantized)["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["scale_dtype"] == scales
     model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.bfloat16)
     with torch.no_grad():
         assert model(torch.arange(12).reshape(1, 12)).logits.isfinite().all()
@@ -207,26 +211,3 @@ def test_large_checkpoints_are_sharded_with_an_index(
     assert len(list((tmp_path / "sharded").glob("model-*-of-*.safetensors"))) > 2
     one, many = (dict(iterate_dense(folder, torch.float32)) for folder in (quantized, tmp_path / "sharded"))
     assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
-
-
-@pytest.fixture(scope="module")
-def mxfp4(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantized") / "mxfp4"
-    assert main(["quantize", str(tiny_policy_dir), str(folder), "--format", "mxfp4", "--device", "cpu"]) == 0
-    return folder
-
-
-def test_mxfp4_is_what_compressed_tensors_writes(tiny_policy_dir: Path, mxfp4: Path) -> None:
-    config = read_config(mxfp4)["quantization_config"]
-    assert config["format"] == "mxfp4-pack-quantized"
-    scheme = QuantizationScheme(**config["config_groups"]["group_0"])
-    source, result = load_file(tiny_policy_dir / "model.safetensors"), load_file(mxfp4 / "model.safetensors")
-    assert not any(name.endswith("global_scale") for name in result)
-    for name in [name for name in source if "_proj.weight" in name]:
-        weight = source[name]
-        blocks = weight.unflatten(1, (-1, 32))
-        scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), scheme.weights)
-        theirs = MXFP4PackedCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-        assert name not in result
-        assert torch.equal(result[f"{name}_scale"], theirs["weight_scale"])
-        assert torch.equal(result[f"{name}_packed"], theirs["weight_packed"])

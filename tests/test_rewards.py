@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -212,31 +211,3 @@ def test_a_reward_that_raises_on_no_sample_alone() -> None:
 def test_bad_lists_of_rewards(rewards: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         score(rewards, [sample("")])
-
-
-def test_a_reward_of_ones_own_by_import_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jsonargparse import ArgumentParser
-
-    from qerl_pl.rewards import Reward
-
-    (tmp_path / "my_reward.py").write_text(
-        "class Short:\n"
-        "    name = 'short'\n"
-        "    def __init__(self, weight: float = 1.0, limit: int = 3):\n"
-        "        self.weight, self.limit = weight, limit\n"
-        "    def __call__(self, samples):\n"
-        "        return [float(len(sample.completion) <= self.limit) for sample in samples]\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--rewards", type=list[Reward])
-    parsed = parser.parse_object(
-        {
-            "rewards": [
-                {"class_path": "my_reward.Short", "init_args": {"limit": 4, "weight": 2.0}},
-                {"class_path": "qerl_pl.rewards.Format"},
-            ]
-        }
-    )
-    scored = score(parser.instantiate(parsed).rewards, [sample("1234"), sample("12345")])
-    assert scored.total.tolist() == [2.0, 0.0] and list(scored.rewards) == ["short", "format"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import test_families
 import torch
-from live_bytes import LiveBytes
+from live_bytes import live_bytes_of_update
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from qerl_kernels.experts import GROUP_BYTES
 from safetensors.torch import load_file, save_file
@@ -256,10 +256,7 @@ def test_an_update_needs_what_is_estimated(tmp_path: Path, mode: Any) -> None:
     kinds, sizes = ["linear_attention", "linear_attention", "full_attention"], {"linear_num_value_heads": 8}
     source = write_checkpoint("qwen3.5-moe", tmp_path / "net", sizes | {"num_hidden_layers": 3, "layer_types": kinds})
     policy, length = policy_of(source, quantization="none", gradient_checkpointing=mode).train(), 256
-    ids = torch.arange(2 * length).view(2, length) % 400 + 20
-    mask = torch.arange(length).expand(2, length) > 0
-    with LiveBytes() as live:
-        policy.token_values(ids, torch.tensor([length] * 2), mask, 1.0)[0].sum().backward()
+    live = live_bytes_of_update(policy, 2, length)
     batch = MicroBatch(length * 2, 2, torch.float32, mode, rank=8)
     dense = 6 * 3 * 64 * 128 * 4  # all experts, which are less than the group that is counted
     estimate = activation_bytes(Shape.of(policy.base.config), batch) - GROUP_BYTES + dense

@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from qerl_pl.cli.dry_run import shape_of
 from qerl_pl.cli.export import _check_multimodal
 from qerl_pl.cli.main import main
-from qerl_pl.cli.model_card import serving_line
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles, read_config
@@ -135,7 +134,7 @@ def test_the_16_bit_text_model_trains_as_the_published_one_computes(
     for file in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (base / file).read_bytes() == (wrapped / file).read_bytes()
 
-    assert config_of(base).base_folder() == base
+    assert config_of(base).base_folder() == base and shape_of(config_of(base)) == shape_of(config_of(text))
     policy, generator = Policy(base, config_of(base), torch.device("cpu"), seed=1).eval(), torch.Generator()
     model = AutoModelForImageTextToText.from_pretrained(wrapped, dtype=torch.float32)
     plain, ids = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), torch.tensor(ROWS[:1])
@@ -150,27 +149,6 @@ def test_the_16_bit_text_model_trains_as_the_published_one_computes(
     _check_multimodal(str(wrapped), base, False)
     rename_to_multimodal(tmp_path / "mine", str(wrapped))
     assert_same(policy, PeftModel.from_pretrained(model, tmp_path / "mine"))
-
-
-@pytest.mark.parametrize(("name", "write", "tied", "shards"), CASES)
-def test_the_plan_and_the_serving_line_are_those_of_the_text_model(
-    tmp_path: Path, name: str, write: Writer, tied: dict[str, bool], shards: bool
-) -> None:
-    text = write_checkpoint(name, tmp_path / "text", tied)
-    wrapped, base = write(text, tmp_path / "wrapped"), tmp_path / "base"
-    quantize_checkpoint(wrapped, base, "none")
-    config = config_of(base)
-    assert shape_of(config) == shape_of(config_of(text))
-    lines = [
-        serving_line(config, False, str(base), "mine"),
-        serving_line(config, False, str(wrapped), "mine", True),
-    ]
-    if name == "gemma-4":
-        assert all(line.startswith("qerl export RUN DST --merge && vllm serve DST  #") for line in lines)
-        return
-    adapter = "--enable-lora --lora-modules mine=mine --max-lora-rank 8"
-    release = "  # vLLM 0.30 or later" if name.startswith("qwen3.5") else ""
-    assert lines == [f"vllm serve {base} {adapter}{release}", f"vllm serve {wrapped} {adapter}"]
 
 
 def test_the_command_refuses_a_published_folder_alike_with_and_without_a_dry_run(

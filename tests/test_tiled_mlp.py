@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from live_bytes import live_bytes_of_update
 from qerl_kernels import NVFP4Weight, addend_checkpoint_contexts, without_last_addend
 from torch import Tensor, nn
 from torch.nn import functional
@@ -178,13 +178,11 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("mode", [True, "selective"])
 def test_no_tensor_of_all_tokens_is_as_wide_as_the_mlp(wide: Path, mode: Any) -> None:
     config = PolicyConfig(path=str(wide), quantization="none", dtype="float32", lora=LoraConfig(rank=2))
-    tokens = torch.randint(5, 60, (1, 1024))
     row, peaks = 4 * 320 * 1024, []
     for tile in (None, 64):
         held = dataclasses.replace(config, gradient_checkpointing=mode, mlp_tile_tokens=tile)
         policy = Policy(wide, held, torch.device("cpu"), seed=1).train()
-        with LiveBytes() as live:
-            policy.token_values(tokens, torch.tensor([1024]), torch.arange(1024)[None] > 0, 1.0)[0].sum().backward()
+        live = live_bytes_of_update(policy, 1, 1024)
         assert any(size >= row for size in live.at_peak) is (tile is None)
         peaks.append(live.peak)
     assert peaks[0] - peaks[1] > 4 * row  # gate, up, the gradients of both and of their product

@@ -262,12 +262,6 @@ def test_tokens_of_the_largest_micro_batch(
     assert update.max_micro_batch_tokens(torch.tensor(lengths, dtype=torch.int64), len(lengths)) == expected
 
 
-@pytest.mark.parametrize("share", [-0.1, 1.5])
-def test_a_share_is_from_none_to_all(share: float) -> None:
-    with pytest.raises(UserError, match=r"monitor_kl must be true, false or in \[0, 1\]; got"):
-        PolicyUpdate(GRPO(), 1, 1, None, 1.0, share, SEED)
-
-
 def test_the_kl_of_one_completion_is_its_own_whatever_the_share() -> None:
     kl = Plain("", 0.0, 1.0).token(ODDS, COMPLETIONS[1][0], 0.0)[2]
     for share in (0.01, 1.0):
@@ -311,23 +305,16 @@ def test_what_is_frozen_is_measured_first_and_where_it_is_needed(
     assert policy.calls == expected and ("policy/kl" in metrics) == (True in frozen)
 
 
-def test_dropout_has_the_stream_of_its_version() -> None:
+@pytest.mark.parametrize(("rank", "names"), [(0, ()), (1, (1,)), (2, (2,))])
+def test_dropout_has_the_stream_of_its_version_and_rank(rank: int, names: tuple[int, ...]) -> None:
     drawn = []
     for version in (VERSION, VERSION, VERSION + 1):
         torch.manual_seed(len(drawn))
-        policy = FourNumbers(random=True)
-        updated(policy, PolicyUpdate(GRPO(), 2, 1, None, 1.0, True, SEED), experience_of(version=version))
+        policy, update = FourNumbers(random=True), PolicyUpdate(GRPO(), 2, 1, None, 1.0, True, SEED)
+        updated(policy, update, experience_of(version=version), Communicator(rank))
         drawn.append(policy.drawn)
-    generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION))
+    generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION, *names))
     assert drawn[0] == drawn[1] == [torch.rand(1, generator=generator).item() for _ in range(2)] != drawn[2]
-
-
-def test_each_rank_drops_out_by_a_stream_of_its_own() -> None:
-    for rank, names in ((0, ()), (1, (1,)), (2, (2,))):
-        policy = FourNumbers(random=True)
-        updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(), Communicator(rank))
-        generator = torch.Generator().manual_seed(stream_seed(SEED, "update", VERSION, *names))
-        assert policy.drawn == [torch.rand(1, generator=generator).item()]
 
 
 @pytest.mark.parametrize("dealt", [[[0, 3, 4], [1, 2, 5]], [[5, 1], []], [[4], [0, 2], [1, 3, 5]]])
@@ -359,15 +346,6 @@ def test_the_entropys_gradient_is_there_where_it_is_rewarded(objective: Objectiv
     assert metrics["policy/entropy"] == pytest.approx(-sum(p * math.log(p) for p in probabilities))
 
 
-@pytest.mark.parametrize("advantage", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_takes_no_step(advantage: float) -> None:
-    policy = FourNumbers()
-    advantages = torch.tensor([advantage, *ADVANTAGES[1:]], dtype=torch.float64)
-    with pytest.raises(UserError, match=r"must be finite; got loss (nan|-inf) and gradient norm (nan|inf); lower"):
-        updated(policy, PolicyUpdate(GRPO(), 1, 1, None, 1.0, True, SEED), experience_of(advantages=advantages))
-    assert policy.odds.tolist() == ODDS
-
-
 class Infinite(GRPO):
     """A loss that is infinite and has a gradient all the same."""
 
@@ -376,10 +354,19 @@ class Infinite(GRPO):
         return replace(outputs, loss=outputs.loss + math.inf)
 
 
-def test_an_infinite_loss_takes_no_step_whatever_its_gradient() -> None:
+@pytest.mark.parametrize(
+    ("objective", "advantage", "said"),
+    [
+        (GRPO(), math.nan, "loss nan and gradient norm nan"),
+        (GRPO(), math.inf, "loss -inf and gradient norm (nan|inf)"),
+        (Infinite(), 1.0, "loss inf and gradient norm [0-9.]+"),
+    ],
+)
+def test_a_loss_that_is_not_finite_takes_no_step(objective: Objective, advantage: float, said: str) -> None:
     policy = FourNumbers()
-    with pytest.raises(UserError, match=r"must be finite; got loss inf and gradient norm [0-9.]+; lower"):
-        updated(policy, PolicyUpdate(Infinite(), 1, 1, None, 1.0, True, SEED), experience_of())
+    advantages = torch.tensor([advantage, *ADVANTAGES[1:]], dtype=torch.float64)
+    with pytest.raises(UserError, match=f"must be finite; got {said}; lower"):
+        updated(policy, PolicyUpdate(objective, 1, 1, None, 1.0, True, SEED), experience_of(advantages=advantages))
     assert policy.odds.tolist() == ODDS
 
 
@@ -408,14 +395,6 @@ def test_metrics_of_the_mismatch_by_hand() -> None:
     assert metrics["mismatch/ess"] == pytest.approx(sum(weights) ** 2 / (13 * sum(weight**2 for weight in weights)))
     assert metrics["mismatch/rejected_frac"] == pytest.approx(weights.count(0.0) / 13)
     assert metrics["mismatch/capped_frac"] == pytest.approx(weights.count(1.1) / 13)
-
-
-def test_minibatches_that_do_not_divide_a_rollout_are_refused() -> None:
-    update = PolicyUpdate(GRPO(), 2, 4, None, 1.0, True, SEED)
-    assert update.steps == 8
-    update.check_divides(12)
-    with pytest.raises(UserError, match="got 4 and 6;"):
-        update.check_divides(6)
 
 
 # On a policy of a family ----------------------------------------------------------------------------------------------

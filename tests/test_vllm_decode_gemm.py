@@ -13,7 +13,7 @@ from qerl_kernels import (
     decode_gemm_sizes,
     select_backend,
 )
-from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear
+from test_vllm_marlin import BIAS, COLUMNS, ROWS, dense, linear, replace_marlin
 from torch import Tensor, nn
 from triton.runtime.errors import PTXASError
 
@@ -38,21 +38,7 @@ SLICES = [("a.q_proj", 0, 64), ("a.k_proj", 64, 128), ("a.v_proj", 128, 192)]
 @pytest.fixture(autouse=True)
 def in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """And vLLM's Marlin answers with sevens: it needs a GPU."""
-    from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
-
-    def sevens(
-        input: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor,
-        weight_global_scale: Tensor | None,
-        workspace: Tensor,
-        size_n: int,
-        size_k: int,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return input.new_full((len(input), size_n), 7.0)
-
-    monkeypatch.setattr(marlin_utils_fp4, "apply_fp4_marlin_linear", sevens)
+    replace_marlin(monkeypatch)
     select_backend("triton")
     yield
     select_backend("torch")

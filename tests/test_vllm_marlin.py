@@ -75,9 +75,8 @@ def linear(biased: bool, rows: int = ROWS, mx: bool = False) -> Any:
     return layer
 
 
-@pytest.fixture
-def marlin_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Calls of vLLM's product, which needs a GPU: it answers with sevens."""
+def replace_marlin(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Have vLLM's product, which needs a GPU, answer with sevens; gives the list of its calls."""
     from vllm.model_executor.layers.quantization.utils import marlin_utils_fp4
 
     calls = []
@@ -90,13 +89,18 @@ def marlin_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         workspace: Tensor,
         size_n: int,
         size_k: int,
-        bias: Tensor | None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         calls.append((weight, weight_scale, weight_global_scale, workspace, size_n, size_k, bias))
         return input.new_full((len(input), size_n), 7.0)
 
     monkeypatch.setattr(marlin_utils_fp4, "apply_fp4_marlin_linear", product)
     return calls
+
+
+@pytest.fixture
+def marlin_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    return replace_marlin(monkeypatch)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
