@@ -115,11 +115,11 @@ def _lock(file: Path, timeout: float, another: str) -> Iterator[None]:
             file.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(FileLock(file, timeout, mode=0o666))
         except OSError as error:
-            reason = "another process uses it" if isinstance(error, Timeout) else error.strerror
-            raise UserError(
-                f"only one process may write to a folder; {file.parent} cannot be locked ({reason}); wait for the "
-                f"other's end, or choose another {another}"
-            ) from error
+            taken = isinstance(error, Timeout)
+            rule = "only one process may write to a folder" if taken else "a folder to write to is locked first"
+            reason = "another process uses it" if taken else error.strerror
+            remedy = f"{'wait for its end, or ' if taken else ''}choose another {another}"
+            raise UserError(f"{rule}; {file.parent} cannot be locked ({reason}); {remedy}") from error
         yield
 
 
