@@ -96,13 +96,13 @@ def check_flash_linear_attention(device: torch.device) -> None:
     sizes = ((75, 512), (512, 4), (75, 2), (75, 2), (75, 2, 128))
     drawn = (torch.randn(size, generator=generator, device="cpu") for size in sizes)  # Lightning sets another default
     mixed, weight, decay, beta, grad = (x.to(device) for x in drawn)
-    found = []
+    results = []
     for dtype in (torch.float32, torch.bfloat16):
         given = [x.requires_grad_() for x in (mixed.to(dtype), -decay.exp(), beta.sigmoid().to(dtype))]
         with torch.enable_grad():
             out = gated_delta_rule(given[0], weight.to(dtype), given[1], given[2], 1, 128, bounds, 70)
-            found.append([out, *torch.autograd.grad(out, given, grad.to(dtype))])
-    errors = [((b.float() - a).norm() / a.norm()).item() for a, b in zip(*found, strict=True)]
+            results.append([out, *torch.autograd.grad(out, given, grad.to(dtype))])
+    errors = [((b.float() - a).norm() / a.norm()).item() for a, b in zip(*results, strict=True)]
     if not all(error <= TOLERANCE for error in errors):  # nor where one is no number
         flash_linear_attention.refuse(f"fla-core's results differ by {', '.join(f'{error:.2g}' for error in errors)}")
 

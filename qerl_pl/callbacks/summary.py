@@ -91,12 +91,12 @@ class RolloutLines(ProgressBar):
         if not self._enabled or trainer.state.fn != TrainerFn.FITTING or not isinstance(pl_module, PolicyModule):
             return
         if isinstance(pl_module, QeRLModule):
-            found, kind = held_out_metrics(pl_module.validation_metrics()), "rollouts"
+            metrics, unit = held_out_metrics(pl_module.validation_metrics()), "rollouts"
         else:
-            found, kind = held_out_metrics({} if trainer.sanity_checking else trainer.callback_metrics), "steps"
-        if found:
-            values = ", ".join(f"{label} {value:.3f}" for label, value in found.items())
-            log.info("validation after %d %s: %s", pl_module.policy_version, kind, values)
+            metrics, unit = held_out_metrics({} if trainer.sanity_checking else trainer.callback_metrics), "steps"
+        if metrics:
+            values = ", ".join(f"{label} {value:.3f}" for label, value in metrics.items())
+            log.info("validation after %d %s: %s", pl_module.policy_version, unit, values)
 
 
 class RunSummary(Callback):
