@@ -82,7 +82,7 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
                 "gradient_checkpointing": args.checkpointing,
             },
             "objective": {"class_path": "qerl_pl.algorithm.DAPO", "init_args": {"mask_truncated": False}},
-            "micro_batch_tokens": args.sequences * (args.prompt_tokens + tokens),
+            "micro_batch_tokens": (args.own_sequences or args.sequences) * (args.prompt_tokens + tokens),
             "monitor_kl": False,
             **({"optimizer": optimizer | {"init_args": {"lr": 1e-6}}} if full else {}),
         },

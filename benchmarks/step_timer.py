@@ -94,6 +94,7 @@ def parsed(description: str | None = None) -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", help="LoRA's linears in ours; by default all")
     parser.add_argument("--replay-routing", action="store_true", help="of a mixture of experts, in ours")
     parser.add_argument("--sequences", type=int, default=8, help="of a micro-batch")
+    parser.add_argument("--own-sequences", type=int, help="of ours, where it is another number")
     parser.add_argument("--steps", type=int, default=2, help="that count")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them; ours has one more")
     parser.add_argument("--kv-gib", type=float, help="by default what a step needs")
