@@ -358,7 +358,7 @@ def test_positions_in_text_have_one_axis(axes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("asked", [None, True, False])
 def test_prefixes_are_cached_unless_the_model_has_delta_nets_or_a_user_decides(asked: bool | None) -> None:
     engine = VLLMEngine(prefix_caching=asked)
-    found = [engine._caches_prefixes(family_of(name)) for name in ("qwen3", "qwen3_5_text")]
+    found = [engine.caches_prefixes(has_delta_nets) for has_delta_nets in (False, True)]
     assert found == ([True, False] if asked is None else [asked, asked])
 
 

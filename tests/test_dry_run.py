@@ -121,6 +121,16 @@ def test_a_forward_pass_of_the_engine_is_as_large_as_it_is_set(
     assert [size - found[0] for size in found] == pytest.approx(expected, abs=0.02)
 
 
+def test_without_cached_prefixes_every_completion_has_a_prompt(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path
+) -> None:
+    """16 prompts of 256 tokens in a forward pass, or twice as many for groups of two."""
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b), "--rollout.group_size=2"]
+    tables = [run(capsys, *words, f"--rollout.engine.prefix_caching={cached}") for cached in ("true", "false")]
+    once, twice = (float(table["engine: prefill and logits"][0]) for table in tables)
+    assert twice - once == pytest.approx(4096 * 2 * (3 * 12288 + 4 * 4096) / GIB, abs=0.02)
+
+
 def test_full_fine_tuning_and_eight_bit_states_are_counted(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
     full = ["-c", "gsm8k", "-c", "full_finetuning", "--model.policy.path", str(qwen3_8b)]
     weights = 36 * (2 * 4096 * 4096 + 2 * 1024 * 4096 + 3 * 4096 * 12288) + 2 * 151936 * 4096

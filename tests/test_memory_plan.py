@@ -21,12 +21,14 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
 )
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import QUANTIZED
 from qerl_pl.models import memory_plan
+from qerl_pl.models.families import DELTA_NET, PROJECTIONS
 from qerl_pl.models.memory import GIB, check_length
 from qerl_pl.models.memory_plan import (
     CONTEXT,
@@ -108,6 +110,39 @@ def test_the_peak_of_a_run_is_what_the_driver_counted(name: str, mode: str, sequ
     batch = MicroBatch(768 * sequences, sequences, checkpointing=MODES[mode], rank=32)
     plan = RunPlan(QWEN, batch, 32 // sequences, kv_cache_gib=2.0, prompt_tokens=4 * 256, max_num_seqs=32)
     within(run_memory(plan).peak / GIB, measured)
+
+
+def shape_of_qwen3_5_27b() -> Shape:
+    return Shape.of(
+        Qwen3_5TextConfig(
+            hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24,
+            num_key_value_heads=4, head_dim=256, linear_num_value_heads=48, vocab_size=248320,
+        )
+    )  # fmt: skip
+
+
+def test_the_peaks_of_a_run_of_qwen3_5_27b_are_what_the_driver_counted() -> None:
+    """16 prompts of 128 tokens, 8 completions of 1024 each; every completion's prompt is computed."""
+    row = re.search(
+        r"^\| 27b \| 16 x 8 x 1024 .*\| ([\d.]+) / ([\d.]+) \|", (RESULTS / "delta_nets.md").read_text(), re.M
+    )
+    assert row is not None
+    batch = MicroBatch(7 * 1152, 7, checkpointing=True, rank=32)
+    plan = RunPlan(
+        shape_of_qwen3_5_27b(), batch, 19, kv_cache_gib=32.0, prompt_tokens=128 * 128, prefill_tokens=16384,
+        max_num_seqs=128, targets=(*PROJECTIONS, *DELTA_NET),
+    )  # fmt: skip
+    found = run_memory(plan)
+    for phase, measured in zip((found.rollout, found.update), row.groups(), strict=True):
+        within(sum(phase.values()) / GIB, float(measured))
+
+
+def test_the_engine_s_gated_delta_nets_are_counted() -> None:
+    """Elements of a token, by hand: q, k and v [2 x 2048 + 6144] thrice, z and four results [6144], products of two
+    tokens [48 x 64] thrice, a state [128 x 6144] for 64 tokens, and four hidden states."""
+    plans = (RunPlan(shape_of_qwen3_5_27b(), MicroBatch(64), 1, prompt_tokens=tokens) for tokens in (1024, 2048))
+    first, second = (run_memory(plan).rollout["engine: prefill and logits"] for plan in plans)
+    assert (second - first) / 1024 == 2 * (3 * 10240 + 5 * 6144 + 3 * 48 * 64 + 2 * 6144 + 4 * 5120)
 
 
 def update_memory(plan: RunPlan) -> float:

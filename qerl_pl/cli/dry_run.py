@@ -21,7 +21,14 @@ from qerl_pl.formats.quantize import check_quantization, config_in_reach
 from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.folder import TensorFiles
 from qerl_pl.models.memory import GIB, kv_cache_size, optimizer_bytes
-from qerl_pl.models.memory_plan import PREFILL_TOKENS, MicroBatch, RunPlan, longest_completion, run_memory
+from qerl_pl.models.memory_plan import (
+    LARGE_GPU_GIB,
+    PREFILL_TOKENS,
+    MicroBatch,
+    RunPlan,
+    longest_completion,
+    run_memory,
+)
 from qerl_pl.models.shape import BITS, Shape
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import QeRLModule
@@ -175,13 +182,16 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
     if rollout is None:
         return plan, 0
     assert isinstance(data, PromptDataModule)
-    return _with_engine(plan, rollout.engine, rollout.longest(data), data.batch_size * prompt), prompt
+    tokens = data.batch_size * prompt
+    return _with_engine(plan, rollout.engine, rollout.longest(data), tokens, rollout.config.group_size), prompt
 
 
-def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
+def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int, group_size: int) -> RunPlan:
     """The plan with an engine's part: its cache, and whether it shares the base."""
     if isinstance(engine, VLLMEngine):
-        prefill = engine.max_num_batched_tokens or PREFILL_TOKENS
+        prompts *= 1 if engine.caches_prefixes(plan.shape.delta is not None) else group_size
+        large = torch.cuda.is_available() and torch.cuda.mem_get_info()[1] > LARGE_GPU_GIB * GIB
+        prefill = engine.max_num_batched_tokens or (2 if large else 1) * PREFILL_TOKENS
         plan = replace(plan, kv_dtype=engine.cache_dtype(plan.batch.dtype), prefill_tokens=prefill)
     sequence = plan.sequence_kv_bytes(longest) / GIB
     if not isinstance(engine, VLLMEngine):  # dense weights of its own, and the keys and values of a batch

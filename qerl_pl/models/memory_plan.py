@@ -32,8 +32,8 @@ CUDA_GRAPHS_GIB = 0.31
 """CUDA graphs' private memory and cached blocks. Measured, for 8 sequences: rl_step_7b_nvfp4_1.md 0.311,
 rl_step_32b_nvfp4_1.md 0.419."""
 CONTEXT = "CUDA context"
-PREFILL_TOKENS = 8192
-"""Most tokens of vLLM's forward pass by default, on GPUs of less than 70 GiB and, at 16384, above."""
+PREFILL_TOKENS, LARGE_GPU_GIB = 8192, 70
+"""Most tokens of vLLM's forward pass by default; twice as many on GPUs with more memory than this."""
 
 
 # Activations ----------------------------------------------------------------------------------------------------------
@@ -330,11 +330,15 @@ def run_memory(plan: RunPlan) -> RunMemory:
 
 
 def _prefill(plan: RunPlan) -> float:
-    """The engine's largest forward pass: gate and up, their product, hidden states, a dense weight; sampled logits."""
+    """The engine's largest forward pass: gate and up with their product, or a gated delta net's projections and chunks;
+    hidden states, a dense weight; sampled logits."""
     shape, size = plan.shape, plan.batch.dtype.itemsize
     tokens = min(plan.prompt_tokens, plan.prefill_tokens)
     dense = 0 if plan.quantization == "none" else size * 2 * shape.intermediate_size * shape.hidden
-    rows = 3 * shape.intermediate_size + 4 * shape.hidden
+    mixer = 0
+    if (net := shape.delta) is not None:  # q, k and v thrice, z and four results, products of two tokens, states
+        mixer = 3 * net.mixed + net.heads * 3 * DELTA_CHUNK + net.values * (5 + net.key_size // DELTA_CHUNK)
+    rows = max(3 * shape.intermediate_size, mixer) + 4 * shape.hidden
     return tokens * size * rows + dense + plan.max_num_seqs * shape.vocabulary * size
 
 

@@ -47,7 +47,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.models.families import Family, family_of, has_experts, linear_shapes, names_match
+from qerl_pl.models.families import family_of, has_experts, linear_shapes, names_match
 from qerl_pl.models.folder import end_token_ids, load_config, load_tokenizer, read_config
 from qerl_pl.models.memory import GIB, check_length, files_gib, kv_cache_size
 from qerl_pl.models.shape import Shape
@@ -159,8 +159,9 @@ class VLLMEngine(RolloutEngine):
         """Whether `sleep` releases the cache's memory: vLLM's CPU build cannot."""
         return self.sleep_mode and self._on_gpu
 
-    def _caches_prefixes(self, family: Family) -> bool:
-        return family.delta_net is None if self.prefix_caching is None else self.prefix_caching
+    def caches_prefixes(self, has_delta_nets: bool) -> bool:
+        """Whether the prompt of a group is computed once, for a model with or without gated delta nets."""
+        return not has_delta_nets if self.prefix_caching is None else self.prefix_caching
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Of keys and values, for a model of this data type."""
@@ -276,7 +277,7 @@ class VLLMEngine(RolloutEngine):
         config, base_format = read_config(base), format_of(base)
         family = family_of(config["model_type"])
         check_reads(base_format, self._missing)
-        compat.check_records_routing(spec.record_routing, self._caches_prefixes(family))
+        compat.check_records_routing(spec.record_routing, self.caches_prefixes(family.delta_net is not None))
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
         sequences = sequences_with_states(base, self.max_num_seqs, kv_gib, self.cache_dtype(spec.dtype))
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
@@ -301,7 +302,7 @@ class VLLMEngine(RolloutEngine):
                 # A seeded request whose prompt is split over two passes fails on a CPU.
                 enable_chunked_prefill=self._on_gpu,
                 use_tqdm_on_load=False,
-                enable_prefix_caching=self._caches_prefixes(family),
+                enable_prefix_caching=self.caches_prefixes(family.delta_net is not None),
                 enforce_eager=self.enforce_eager or not self._on_gpu,
                 enable_sleep_mode=self._sleeps,
                 # Also with a given cache vLLM wants this share free at the start.
