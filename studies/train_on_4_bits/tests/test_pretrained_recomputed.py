@@ -212,7 +212,7 @@ def test_methods(page: Path, rows: list[dict[str, Any]]) -> None:
 
 def test_the_page_opens_with_the_preregistered_difference(page: Path, rows: list[dict[str, Any]]) -> None:
     opening = [line for line in page.read_text().partition("## ")[0].splitlines() if line][1:]
-    assert opening[0].startswith("**Should I train on 4 bits?** ") and len(opening) == 3
+    assert opening[0].startswith("**Should I train a model of 0.5B on 4 bits?** ") and len(opening) == 3
     for line, policy in zip(opening[1:], ("Qwen2.5-Coder-0.5B", "SmolLM2-135M"), strict=True):
         values = differences_of(rows, f"NVFP4 + AQN − 16-bit LoRA ({policy})", "final held-out accuracy")
         assert line.startswith(f"- {policy}: ")
@@ -256,6 +256,37 @@ def test_what_the_limits_say_of_the_entropy() -> None:
     entropy = np.mean(curves, axis=0)  # four rollouts a point
     falls = limit_with("in its first 20 rollouts").partition("NVFP4 + AQN falls")[2].partition("The temperature")[0]
     assert shown(falls) == pytest.approx([entropy[:5].mean(), entropy[-5:].mean()], abs=10 * ROUNDED)
+
+
+def test_what_the_limits_say_of_the_own_order_and_of_later_rollouts() -> None:
+    differences = []
+    for label in ("final held-out accuracy", "final sampled accuracy"):
+        lora16, aqn = (values_of(MEASURED, method, "qwen", label) for method in ("lora16", "nvfp4_aqn"))
+        rounding = [np.mean([aqn[r, seed] - lora16[r, seed] for seed in (100 + 2 * r, 101 + 2 * r)]) for r in range(10)]
+        differences.append((rounding[0], np.mean(rounding[1:])))
+    (greedy, others), (sampled, others_sampled) = differences
+    said = limit_with("Rounding 0 has its own order")
+    assert shown(said) == pytest.approx([greedy, sampled, others, others_sampled], abs=ROUNDED)
+    rewards = []
+    for method in ("lora16", "nvfp4_aqn"):
+        levels = {"policy": "qwen", "method": method}
+        curves = [row["curves"]["reward"] for row in MEASURED if levels.items() <= row["levels"].items()]
+        rewards.append(np.mean(curves, axis=0).reshape(6, 8).mean(1))  # 48 points
+    assert shown(limit_with("by sixths")) == pytest.approx(rewards[1] - rewards[0], abs=ROUNDED)
+
+
+def test_the_note_s_set_up_is_that_of_the_runs() -> None:
+    _, *rows = pages.rows(PLAN["note"])
+    said = {row[0]: row[1:] for row in rows}
+    for column, policy in enumerate(("qwen", "smollm2")):
+        own = [row for row in MEASURED if row["levels"]["policy"] == policy]
+        assert {str(row["rollouts"]) for row in own} == {said["rollouts, of 32 prompts x 8 completions"][column]}
+        questions = int(said["test questions"][column])
+        right = np.array([row["held_out"]["val/accuracy"][-1][1] for row in own]) * questions
+        assert np.abs(right - right.round()).max() < 1e-5 * questions
+        values, methods = own[0]["where"]["values"], {row["levels"]["method"] for row in own}
+        rates = {values[name] for name in (f"rate_{policy}_{method}" for method in methods) if name in values}
+        assert {float(rate) for rate in re.findall(r"\de-\d", said["rate, constant after a warm-up"][column])} == rates
 
 
 def test_what_the_note_says_of_many_samples() -> None:
