@@ -1,6 +1,7 @@
 """Engines that take up requests while others run: the same completions as those of one call, and nobody waits."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.engines.base import ContinuousEngine, generate_from
-from qerl_pl.engines.vllm.requests import BatchSource, completion_of, processed_once
+from qerl_pl.engines.vllm.requests import BatchSource, allocated_by_block, completion_of, processed_once
 from qerl_pl.errors import UserError
 from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
@@ -186,3 +187,71 @@ def test_vllm_processes_a_request_once_with_all_its_tokens() -> None:
     with processed_once(processor):  # nothing is left of b, which was not at its end
         (again,) = processor.process_outputs([output("b", 4, "stop")], timestamp=1.5).request_outputs
     assert again.outputs[0].token_ids == [4] and "process_outputs" not in vars(processor)
+
+
+def fake_engine(block_sizes: Sequence[int], asked: list[tuple[str, int]]) -> tuple[Any, Any]:
+    """vLLM's engine with a manager that writes down what it was asked for, and that manager."""
+
+    def allocate_slots(self: Any, request: Any, num_new_tokens: int, **_: Any) -> str:
+        asked.append((request.request_id, num_new_tokens))
+        return "found"
+
+    managers = [SimpleNamespace(block_size=size) for size in block_sizes]
+    manager = type("Manager", (), {"allocate_slots": allocate_slots})()
+    manager.coordinator, manager.empty_kv_cache_blocks = SimpleNamespace(single_type_managers=managers), "none"
+    core = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager))
+    return SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)), manager
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_vllm_looks_for_memory_where_a_token_begins_a_block(groups: int) -> None:
+    asked: list[tuple[str, int]] = []
+    engine, manager = fake_engine([16] * groups, asked)
+
+    def ask(name: str, computed: int, new: int = 1, **more: Any) -> str:
+        request = SimpleNamespace(request_id=name, num_computed_tokens=computed)
+        found: str = manager.allocate_slots(request, new, num_lookahead_tokens=0, **more)
+        return found
+
+    with allocated_by_block(engine):
+        found = [
+            ask("begins", 32),
+            ask("inside", 33),
+            ask("prompt", 33, new=2),
+            ask("waits", 33, new_computed_blocks=1),
+        ]
+    assert found == ["found", "none" if groups == 1 else "found", "found", "found"]
+    assert [name for name, _ in asked] == ["begins", *(["inside"] if groups > 1 else []), "prompt", "waits"]
+    assert "allocate_slots" not in vars(manager)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_completions_are_the_same_where_requests_are_preempted_for_memory(
+    tiny_policy_dir: Path, prefix_caching: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight requests of two blocks of 128 tokens each: 32 MiB hold them, 4 MiB do not."""
+    drawn = torch.randint(10, 500, (8, 120), generator=torch.Generator().manual_seed(3)).tolist()
+    requests = [RolloutRequest(tuple(row), (index,)) for index, row in enumerate(drawn)]
+    found, preempted = [], 0
+    for gib, hooked in ((32 / 1024, False), (4 / 1024, True)):
+        engine = VLLMEngine(kv_cache_gib=gib, max_num_seqs=8, prefix_caching=prefix_caching)
+        engine.launch(EngineSpec(tiny_policy_dir, torch.float32, torch.device("cpu"), 0, (), 256))
+        engine.sync(PolicyWeights(0, None, 1.0))
+        assert engine._llm is not None
+        scheduler: Any = engine._llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+        preempt = scheduler._preempt_request
+
+        def counted(*args: Any, preempt: Any = preempt, **settings: Any) -> Any:
+            nonlocal preempted
+            preempted += 1
+            return preempt(*args, **settings)
+
+        scheduler._preempt_request = counted
+        with monkeypatch.context() as plain:
+            if not hooked:
+                plain.setattr("qerl_pl.engines.vllm.engine.allocated_by_block", lambda _: nullcontext())
+            found.append([group[0].token_ids for group in engine.generate(requests, SAMPLING)])
+        assert bool(preempted) is hooked
+        engine.close()
+    assert found[0] == found[1]

@@ -25,7 +25,7 @@ from qerl_pl.engines.base import (
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
 from qerl_pl.engines.vllm.merged import AdapterMode
-from qerl_pl.engines.vllm.requests import BatchSource, completion_of, processed_once, request_params
+from qerl_pl.engines.vllm.requests import BatchSource, allocated_by_block, completion_of, processed_once, request_params
 from qerl_pl.engines.vllm.startup import (
     REPEATABLE,
     check_reads,
@@ -383,7 +383,7 @@ class VLLMEngine(RolloutEngine):
         engine, running, number = self._llm.llm_engine, dict[str, int](), itertools.count()
         in_parts = sampling.stop or self._spec.record_routing
         try:
-            with nullcontext() if in_parts else processed_once(engine.output_processor):
+            with nullcontext() if in_parts else processed_once(engine.output_processor), allocated_by_block(engine):
                 while True:
                     for key, request in source.take(wait=not running):
                         check_requests([request], sampling, self._spec, self._has_tokenizer)

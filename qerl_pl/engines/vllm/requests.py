@@ -128,6 +128,35 @@ def processed_once(processor: Any) -> Iterator[None]:
         del processor.process_outputs
 
 
+@contextmanager
+def allocated_by_block(engine: Any) -> Iterator[None]:
+    """Have vLLM's scheduler look for memory of keys and values only where a decoded token begins a block.
+
+    Inside a block there is nothing to find, and looking takes half of the scheduler's time, 4 microseconds a token.
+    With several groups of layers (windows, states) it looks as before.
+
+    Args:
+        engine: vLLM's `LLMEngine`, in this process.
+    """
+    manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
+    allocate, block_sizes = manager.allocate_slots, [one.block_size for one in manager.coordinator.single_type_managers]
+
+    def allocate_slots(request: Any, num_new_tokens: int, **settings: Any) -> Any:
+        decodes = num_new_tokens == 1 and settings == {"num_lookahead_tokens": 0}  # as the scheduler asks if it runs
+        if decodes and request.num_computed_tokens % block_sizes[0]:
+            return manager.empty_kv_cache_blocks
+        return allocate(request, num_new_tokens, **settings)
+
+    if len(block_sizes) > 1:
+        yield
+        return
+    manager.allocate_slots = allocate_slots
+    try:
+        yield
+    finally:
+        del manager.allocate_slots
+
+
 def completion_of(output: Any, prompt_length: int | None = None) -> Completion:
     """The completion of vLLM's output, whose last token ends it or completes a stop string.
 
