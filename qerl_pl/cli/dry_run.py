@@ -182,14 +182,15 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
     if rollout is None:
         return plan, 0
     assert isinstance(data, PromptDataModule)
-    tokens = data.batch_size * prompt
-    return _with_engine(plan, rollout.engine, rollout.longest(data), tokens, rollout.config.group_size), prompt
+    engine, tokens = rollout.engine, data.batch_size * prompt
+    if isinstance(engine, VLLMEngine) and not engine.caches_prefixes(shape.delta is not None):
+        tokens *= rollout.config.group_size
+    return _with_engine(plan, engine, rollout.longest(data), tokens), prompt
 
 
-def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int, group_size: int) -> RunPlan:
+def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
     """The plan with an engine's part: its cache, and whether it shares the base."""
     if isinstance(engine, VLLMEngine):
-        prompts *= 1 if engine.caches_prefixes(plan.shape.delta is not None) else group_size
         large = torch.cuda.is_available() and torch.cuda.mem_get_info()[1] > LARGE_GPU_GIB * GIB
         prefill = engine.max_num_batched_tokens or (2 if large else 1) * PREFILL_TOKENS
         plan = replace(plan, kv_dtype=engine.cache_dtype(plan.batch.dtype), prefill_tokens=prefill)
