@@ -31,7 +31,8 @@ CONFIG = {
 
 @pytest.fixture
 def qwen3_8b(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with Qwen3-8B's config.json alone; the working directory is empty."""
+    """A folder with Qwen3-8B's config.json alone; the working directory is empty, and no GPU is visible."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a dry run loads and starts nothing")
@@ -121,6 +122,18 @@ def test_a_forward_pass_of_the_engine_is_as_large_as_it_is_set(
     assert [size - found[0] for size in found] == pytest.approx(expected, abs=0.02)
 
 
+def test_a_forward_pass_of_the_engine_is_twice_as_large_on_a_large_gpu(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b), "--data.batch_size", "128"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = []
+    for gib in (48, 140):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gib=gib: (1, gib * GIB))
+        found.append(float(run(capsys, *words)["engine: prefill and logits"][0]))
+    assert found[1] - found[0] == pytest.approx(8192 * 2 * (3 * 12288 + 4 * 4096) / GIB, abs=0.02)
+
+
 def test_without_cached_prefixes_every_completion_has_a_prompt(
     capsys: pytest.CaptureFixture[str], qwen3_8b: Path
 ) -> None:
@@ -189,13 +202,10 @@ def test_a_small_card_needs_what_the_readme_says(capsys: pytest.CaptureFixture[s
         assert f"{needed:.1f}" == expected, name
 
 
-def test_the_page_shows_what_the_command_prints(
-    qwen3_8b: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_shows_what_the_command_prints(qwen3_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     config = {"model_type": "qwen2", "vocab_size": 152064, "num_key_value_heads": 4, "tie_word_embeddings": False}
     (qwen3_8b / "config.json").write_text(json.dumps(config | sizes))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["fit", "--dry-run", "-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]) == 0
     (shown,) = re.findall(r"```text\n(memory that .*?)```", (pages.ROOT / "docs" / "memory.md").read_text(), re.DOTALL)
     assert capsys.readouterr().out == shown
