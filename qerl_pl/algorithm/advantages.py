@@ -38,19 +38,24 @@ def advantages_and_signal(
     scores: Scores, group_size: int, normalize: AdvantageNorm, aggregation: MultiObjectiveAggregation
 ) -> tuple[Tensor, Tensor]:
     """Advantages [B], of the weighted sums or GDPO's, and `group_signal`; errors as `group_advantages`."""
+    combined = _combined(scores, group_size, aggregation)
     if aggregation == "normalize_then_sum":
-        advantages = normalized_then_summed(scores.rewards, scores.weights, group_size)
+        advantages = _normalized_over_batch(combined)
     else:
-        advantages = group_advantages(scores.total, group_size, normalize)
-    return advantages, group_signal(scores, group_size, aggregation)
+        advantages = group_advantages(combined, group_size, normalize)
+    return advantages, have_differences(grouped(combined, group_size))
 
 
 def group_signal(scores: Scores, group_size: int, aggregation: MultiObjectiveAggregation) -> Tensor:
     """Whether the rewards of each group, as the advantages combine them, differ: bool [B / G]."""
-    combined = scores.total
+    return have_differences(grouped(_combined(scores, group_size, aggregation), group_size))
+
+
+def _combined(scores: Scores, group_size: int, aggregation: MultiObjectiveAggregation) -> Tensor:
+    """The weighted sums of the rewards, or of their group advantages, [B]."""
     if aggregation == "normalize_then_sum":
-        combined = summed_group_advantages(scores.rewards, scores.weights, group_size)
-    return have_differences(grouped(combined, group_size))
+        return summed_group_advantages(scores.rewards, scores.weights, group_size)
+    return scores.total
 
 
 def group_advantages(rewards: Tensor, group_size: int, normalize: AdvantageNorm) -> Tensor:
@@ -144,7 +149,10 @@ def normalized_then_summed(rewards: Mapping[str, Tensor], weights: Mapping[str, 
 
     Returns [B], floating point; 0 where no reward applies. B may be 0. Errors as `group_advantages`.
     """
-    summed = summed_group_advantages(rewards, weights, group_size)
+    return _normalized_over_batch(summed_group_advantages(rewards, weights, group_size))
+
+
+def _normalized_over_batch(summed: Tensor) -> Tensor:
     applies = ~summed.isnan()
     values = summed[applies]
     if not (values != values[:1]).any():

@@ -1,7 +1,6 @@
 """`qerl fit --dry-run`: what a run needs of memory, and the longest completion that fits; loads and starts nothing."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,16 +76,14 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
         rows.append(
             f"a sequence has {state / 2**20:.1f} MiB of states: the engine's cache holds at most {held} at once"
         )
-    if torch.cuda.is_available():
-        sizes: Sequence[float] = (torch.cuda.mem_get_info()[1] / GIB,)
-    else:
-        sizes = CARDS
+    gib = _gpu_gib()
+    if gib is None:
         rows.append("no GPU is visible here; what one would need:")
     kind = "conversation" if rollout is None else f"completion after a prompt of {prompt} tokens"
     rows.append(f"longest {kind} that fits, in tokens:")
     if rollout is not None:
         rows.append(f"{'':<11}{'with this cache':>16}{'with one for a single sequence':>32}")
-    for size in sizes:
+    for size in CARDS if gib is None else (gib,):
         plans = [plan] if rollout is None else [plan, replace(plan, kv_cache_gib=0.0)]
         lengths = [longest_completion(one, prompt, size) for one in plans]
         cells = [f"{longest:,}" if longest else "none" for longest in lengths]
@@ -94,6 +91,11 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
             f"  {size:>5.4g} GiB" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (16, 32), strict=False))
         )
     return "\n".join(rows)
+
+
+def _gpu_gib() -> float | None:
+    """Memory of the visible GPU; None without one."""
+    return torch.cuda.mem_get_info()[1] / GIB if torch.cuda.is_available() else None
 
 
 def _candidates(config: PolicyConfig, shape: Shape) -> tuple[MemorySettings, ...]:
@@ -191,8 +193,8 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
 def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
     """The plan with an engine's part: its cache, and whether it shares the base."""
     if isinstance(engine, VLLMEngine):
-        large = torch.cuda.is_available() and torch.cuda.mem_get_info()[1] > LARGE_GPU_GIB * GIB
-        prefill = engine.max_num_batched_tokens or (2 if large else 1) * PREFILL_TOKENS
+        default = (2 if (_gpu_gib() or 0) > LARGE_GPU_GIB else 1) * PREFILL_TOKENS
+        prefill = engine.max_num_batched_tokens or default
         plan = replace(plan, kv_dtype=engine.cache_dtype(plan.batch.dtype), prefill_tokens=prefill)
     sequence = plan.sequence_kv_bytes(longest) / GIB
     if not isinstance(engine, VLLMEngine):  # dense weights of its own, and the keys and values of a batch
