@@ -204,7 +204,7 @@ def fake_engine(block_sizes: Sequence[int], asked: list[tuple[str, int]]) -> tup
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_vllm_looks_for_memory_where_a_token_begins_a_block(groups: int) -> None:
+def test_vllm_allocates_at_the_first_token_of_a_block(groups: int) -> None:
     asked: list[tuple[str, int]] = []
     engine, manager = fake_engine([16] * groups, asked)
 

@@ -62,9 +62,9 @@ def render_prompts(
     if not chats:
         return []
     frame = TemplateFrame(tokenizer, template_kwargs)
-    begins = beginning(tokenizer)
-    numbers: dict[int, int] = {}  # one object a token id, however often it occurs
-    found = []
+    bos = bos_ids(tokenizer)
+    interned: dict[int, int] = {}  # one object a token id, however often it occurs
+    token_ids = []
     for start in range(0, len(chats), RENDERED_AT_ONCE):
         part = chats[start : start + RENDERED_AT_ONCE]
         rendered = [isinstance(chat, str) and frame.made(chat) for chat in part]
@@ -72,9 +72,9 @@ def render_prompts(
         texts = iter(template_texts(tokenizer, others, template_kwargs, tools=tools) if others else [])
         all_texts = [str(chat) if done else next(texts) for chat, done in zip(part, rendered, strict=True)]
         for ids, done in zip(tokenizer(all_texts, add_special_tokens=False)["input_ids"], rendered, strict=True):
-            whole = [*begins, *ids] if done and ids[: len(begins)] != begins else ids
-            found.append([numbers.setdefault(token, token) for token in whole])
-    return found
+            with_bos = [*bos, *ids] if done and ids[: len(bos)] != bos else ids
+            token_ids.append([interned.setdefault(token, token) for token in with_bos])
+    return token_ids
 
 
 class TemplateFrame:
@@ -252,8 +252,8 @@ class PartTokenizer:
         return [list(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
 
-def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The begin-of-sequence token if the tokenizer puts it before a text."""
+def bos_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The beginning-of-sequence (BOS) token id if the tokenizer adds it to a text; else none."""
     return [tokenizer.bos_token_id] if list(tokenizer("")["input_ids"])[:1] == [tokenizer.bos_token_id] else []
 
 

@@ -22,7 +22,7 @@ from qerl_pl.chat.template import (
     TEMPLATE_DATE,
     PartTokenizer,
     TemplateFrame,
-    beginning,
+    bos_ids,
     messages_of,
     render_conversation,
 )
@@ -216,21 +216,21 @@ class ConversationDataModule(ResumableDataModule):
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Tokens of all rows and what trains of them, rendered some at a time."""
-        tokenize, begins = PartTokenizer(tokenizer), beginning(tokenizer)
+        tokenize, bos = PartTokenizer(tokenizer), bos_ids(tokenizer)
         frame = cache(partial(TemplateFrame, tokenizer, self.chat_template_kwargs))  # rows as text need no template
         for start in range(0, len(rows), RENDERED_AT_ONCE):
-            beginnings, parts = [], []
+            prefixes, parts = [], []
             for number, row in enumerate(rows[start : start + RENDERED_AT_ONCE], start=start + 1):
                 try:
                     conversation, prompts = self._read(row, frame)
                     parts.append(self._parts(tokenizer, row, conversation, prompts))
                 except UserError as error:
                     raise UserError(f"row {number} of the {use} data: {error}") from error
-                beginnings.append(begins if isinstance(conversation, str) else [])
+                prefixes.append(bos if isinstance(conversation, str) else [])
             token_ids = tokenize([[text for text, _ in row_parts] for row_parts in parts])
-            for begin, row_parts, ids in zip(beginnings, parts, token_ids, strict=True):
+            for prefix, row_parts, ids in zip(prefixes, parts, token_ids, strict=True):
                 masked = [(part, trained) for part, (_, trained) in zip(ids, row_parts, strict=True)]
-                yield self._joined(tokenizer, begin, masked)
+                yield self._joined(tokenizer, prefix, masked)
 
     def _read(self, row: Mapping[str, Any], frame: Callable[[], TemplateFrame]) -> tuple[Any, Any]:
         """A row's messages, and how many of them are its prompt; or its prompt and completion, which are text."""
@@ -287,15 +287,15 @@ class ConversationDataModule(ResumableDataModule):
         return joined
 
     def _joined(
-        self, tokenizer: PreTrainedTokenizerBase, begins: list[int], parts: list[tuple[list[int], bool]]
+        self, tokenizer: PreTrainedTokenizerBase, bos: list[int], parts: list[tuple[list[int], bool]]
     ) -> tuple[Tensor, Tensor]:
         """Tokens of a conversation, of its parts' tokens, and what trains of them.
 
         Unless the full sequence is trained, a trained part ends with the end-of-sequence token behind its text, which
         the last one always has.
         """
-        doubled = next((ids for ids, _ in parts if ids), [])[:1] == begins  # a text may have been rendered with it
-        tokens = [] if doubled else list(begins)
+        doubled = next((ids for ids, _ in parts if ids), [])[:1] == bos  # a text may have been rendered with it
+        tokens = [] if doubled else list(bos)
         trained, eos = [False] * len(tokens), int(tokenizer.eos_token_id)
         for position, (ids, learned) in enumerate(parts):
             end = len(ids) - ids[::-1].index(eos) if eos in ids else len(ids)

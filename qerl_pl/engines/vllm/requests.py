@@ -130,10 +130,10 @@ def processed_once(processor: Any) -> Iterator[None]:
 
 @contextmanager
 def allocated_by_block(engine: Any) -> Iterator[None]:
-    """Have vLLM's scheduler look for memory of keys and values only where a decoded token begins a block.
+    """Have vLLM's scheduler allocate KV cache blocks only at decode steps whose token is the first of a block.
 
-    Inside a block there is nothing to find, and looking takes half of the scheduler's time, 4 microseconds a token.
-    With several groups of layers (windows, states) it looks as before.
+    Within a block nothing is allocated, and the call takes half of the scheduler's time, 4 microseconds a token. With
+    several KV cache groups (sliding windows, states) the scheduler calls as before.
 
     Args:
         engine: vLLM's `LLMEngine`, in this process.
@@ -142,7 +142,8 @@ def allocated_by_block(engine: Any) -> Iterator[None]:
     allocate, block_sizes = manager.allocate_slots, [one.block_size for one in manager.coordinator.single_type_managers]
 
     def allocate_slots(request: Any, num_new_tokens: int, **settings: Any) -> Any:
-        decodes = num_new_tokens == 1 and settings == {"num_lookahead_tokens": 0}  # as the scheduler asks if it runs
+        # The scheduler's call for a running request; for a waiting one it passes more.
+        decodes = num_new_tokens == 1 and settings == {"num_lookahead_tokens": 0}
         if decodes and request.num_computed_tokens % block_sizes[0]:
             return manager.empty_kv_cache_blocks
         return allocate(request, num_new_tokens, **settings)

@@ -265,7 +265,7 @@ def test_what_the_limits_say_of_the_own_order_and_of_later_rollouts() -> None:
         rounding = [np.mean([aqn[r, seed] - lora16[r, seed] for seed in (100 + 2 * r, 101 + 2 * r)]) for r in range(10)]
         differences.append((rounding[0], np.mean(rounding[1:])))
     (greedy, others), (sampled, others_sampled) = differences
-    said = limit_with("Rounding 0 has its own order")
+    said = limit_with("Rounding 0 has its own channel order")
     assert shown(said) == pytest.approx([greedy, sampled, others, others_sampled], abs=ROUNDED)
     rewards = []
     for method in ("lora16", "nvfp4_aqn"):
