@@ -3,8 +3,10 @@
     python benchmarks/ranks.py shapes --devices 1 2 4 --out results       # four GPUs; the table is written as it comes
     python benchmarks/ranks.py killed --devices 4 --out results
     python benchmarks/ranks.py killed --devices 2 --accelerator cpu --engine TransformersEngine --out results
+    python benchmarks/ranks.py killed --devices 1 --shape qwen3.5-9b --layers 8 --rollouts 8 --out results
 
-killed   the quickstart on the largest number, one rank killed (SIGKILL), then all of them, each resumed
+killed   the quickstart on the largest number, one rank killed (SIGKILL), then all of them, each resumed; with a shape
+         its random weights in place of the toy's
 shapes   random weights of a 7B in NVFP4 and 16 bits: 16 and 64 prompts a rank with 8 completions of 512 tokens
 """
 
@@ -66,7 +68,18 @@ def quickstart(run: Path, args: argparse.Namespace) -> list[str]:
     words += [f"--rollout.engine={args.engine}", "--trainer.val_check_interval=1000", "--data.val_size=16"]
     if args.engine == "VLLMEngine":
         words.append("--rollout.engine.init_args.kv_cache_gib=0.5")
+    if args.shape:
+        base = args.base / f"{args.shape}-{args.layers}-layers"
+        if not base.is_dir():
+            random_model.write_model(base, args.shape, torch.device("cpu"), layers=args.layers, codes=True)
+        words += [f"--model.policy.path={base}", "--model.policy.quantization=nvfp4"]
+        words.append("--rollout.rewards=[ranks.even]")
     return [*words, f"--checkpoint.every_n_rollouts={args.rollouts // 4}", "--trainer.enable_progress_bar=false"]
+
+
+def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that random weights differ in: the share of even tokens."""
+    return [statistics.mean(1 - token % 2 for token in ids) for ids in completion_ids]
 
 
 def part_killed(args: argparse.Namespace, write: Callable[[str, Any], None]) -> None:
@@ -74,7 +87,9 @@ def part_killed(args: argparse.Namespace, write: Callable[[str, Any], None]) -> 
     uninterrupted = args.folder / "uninterrupted"
     finish(launch(quickstart(uninterrupted, args)), "the uninterrupted run")
     expected, rows = load_file(uninterrupted / "adapter" / "adapter_model.safetensors"), []
-    for which in ("one rank", "all ranks"):
+    if not any(tensor.any() for name, tensor in expected.items() if "lora_B" in name):
+        raise SystemExit("nothing was trained")
+    for which in ("one rank", "all ranks")[args.devices[-1] == 1 :]:
         run = args.folder / which.replace(" ", "-")
         process = launch(quickstart(run, args))
         while process.poll() is None and not list(run.glob("checkpoints/step=*.ckpt")):
@@ -266,7 +281,8 @@ def main() -> None:
     parser.add_argument("part", choices=("killed", "shapes"))
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--kinds", nargs="+", default=["nvfp4", "none"])
-    parser.add_argument("--shape", default="7b")
+    parser.add_argument("--shape", help="of random weights; of `shapes` 7b")
+    parser.add_argument("--layers", type=int, help="of a run that is killed")
     parser.add_argument("--prompts", type=int, nargs="+", default=[16, 64], help="a rank")
     parser.add_argument("--steps", type=int, nargs="+", default=[5, 2], help="of each number of prompts")
     parser.add_argument("--tokens", type=int, default=512)
@@ -284,6 +300,7 @@ def main() -> None:
     def write(table: str, result: Any) -> None:
         report.write(args.out, f"ranks_{args.part}_{'_'.join(map(str, args.devices))}", table, result)
 
+    args.shape = args.shape or (None if args.part == "killed" else "7b")
     (part_killed if args.part == "killed" else part_shapes)(args, write)
 
 
