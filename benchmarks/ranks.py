@@ -67,7 +67,7 @@ def quickstart(run: Path, args: argparse.Namespace) -> list[str]:
     words += [f"--trainer.default_root_dir={run}", f"--trainer.max_steps={args.rollouts}"]
     words += [f"--rollout.engine={args.engine}", "--trainer.val_check_interval=1000", "--data.val_size=16"]
     if args.engine == "VLLMEngine":
-        words.append("--rollout.engine.init_args.kv_cache_gib=0.5")
+        words.append(f"--rollout.engine.init_args.kv_cache_gib={4.0 if args.shape else 0.5}")
     if args.shape:
         base = args.base / f"{args.shape}-{args.layers}-layers"
         if not base.is_dir():
