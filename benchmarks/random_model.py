@@ -48,13 +48,15 @@ COMMON = {
 """Of every config.json here; no token ends a completion, so that every one has its full length."""
 
 
-def config_of(shape: str) -> dict[str, Any]:
-    """config.json of a Qwen2 or Qwen3 of this shape.
+def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """config.json of a dense model of this shape.
 
     Args:
         shape: Of `SHAPES`.
+        layers: Fewer or more than it has.
     """
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    hidden, intermediate, own_layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    layers = layers or own_layers
     if shape.startswith("qwen3.5"):
         return delta_net_config("", hidden, layers, heads, kv_heads, vocabulary) | {"intermediate_size": intermediate}
     kind = "Qwen3" if shape in QWEN3 else "Qwen2"
@@ -178,7 +180,7 @@ def any_config(shape: str, layers: int | None = None) -> dict[str, Any]:
     """config.json of a dense model or a mixture, by its name in `SHAPES` or `MIXTURES`."""
     if shape not in SHAPES:
         return mixture_config(shape, layers)
-    return config_of(shape) | ({"num_hidden_layers": layers} if layers else {})
+    return config_of(shape, layers)
 
 
 def cache_gib(config: dict[str, Any], tokens: float, sequences: int) -> float:

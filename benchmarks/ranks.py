@@ -71,7 +71,8 @@ def quickstart(run: Path, args: argparse.Namespace) -> list[str]:
     if args.shape:
         base = args.base / f"{args.shape}-{args.layers}-layers"
         if not base.is_dir():
-            random_model.write_model(base, args.shape, torch.device("cpu"), layers=args.layers, codes=True)
+            device = torch.device("cuda" if args.accelerator == "gpu" else "cpu")
+            random_model.write_model(base, args.shape, device, layers=args.layers, codes=True)
         words += [f"--model.policy.path={base}", "--model.policy.quantization=nvfp4"]
         words.append("--rollout.rewards=[ranks.even]")
     return [*words, f"--checkpoint.every_n_rollouts={args.rollouts // 4}", "--trainer.enable_progress_bar=false"]
