@@ -251,6 +251,15 @@ def test_up_to_rank_32_a_schedule_fills_the_sms_and_no_more():
             assert 0 < plan.shrink_ctas < plan.ctas <= 132 * plan.tile.ctas_per_sm // plan.token_blocks
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "rank", "splits"),
+    [(37888, 3584, 64, 4), (37888, 3584, 256, 1), (4608, 3584, 768, 2), (3584, 3584, 256, 2), (3584, 18944, 256, 5)],
+)
+def test_few_sequences_of_a_high_rank_leave_few_splits_to_the_reduce_kernel(rows, columns, rank, splits):
+    """Measured on an H200: as at rank 32, rank 256 took 1.2 times as long."""
+    assert triton_decode_gemm.schedule(8, rows, columns, rank, 132).shrink_splits == splits
+
+
 @pytest.mark.parametrize(("rank", "starts", "tokens"), [(128, (0,), 34), (96, (0, 128), 66), (256, (0, 64), 3)])
 def test_a_rank_whose_shrink_fills_the_sms_gives_the_same_product(rank, starts, tokens):
     plan = triton_decode_gemm.schedule(tokens, 192, 128, rank * len(starts), 4)  # the interpreter's sms

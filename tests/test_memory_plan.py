@@ -112,6 +112,21 @@ def test_the_peak_of_a_run_is_what_the_driver_counted(name: str, mode: str, sequ
     within(run_memory(plan).peak / GIB, measured)
 
 
+@pytest.mark.parametrize("number", [0, 3, 4])
+def test_the_peaks_of_long_completions_are_what_the_driver_counted(number: int) -> None:
+    """16 prompts of 128 tokens, 8 completions of 2048 each: 4 bits, merged for rollouts, and fused; 16 bits fused."""
+    measured = record("step_against_unsloth.json")["found"][number]
+    sequences, kind = measured["sequences"], {"ours-nvfp4": "nvfp4", "ours-16": "none"}[measured["part"]]
+    batch = MicroBatch(2176 * sequences, sequences, checkpointing=MODES[measured["gradient_checkpointing"]], rank=32)
+    plan = RunPlan(
+        QWEN, batch, 128 // sequences, kind, kv_cache_gib=measured["phases"][0]["memory/kv_cache_gib"],
+        merges=measured["adapter"] == "auto", prompt_tokens=16 * 128, prefill_tokens=16384, max_num_seqs=128,
+    )  # fmt: skip
+    found = run_memory(plan)
+    for phase, name in ((found.rollout, "rollout"), (found.update, "update")):
+        within(sum(phase.values()) / GIB, measured["peak_gib"][name], 0.08)
+
+
 def shape_of_qwen3_5_27b() -> Shape:
     return Shape.of(
         Qwen3_5TextConfig(

@@ -152,7 +152,7 @@ def schedule(tokens: int, rows: int, columns: int, rank: int, sms: int, tile: Ti
     if 0 < (tiles - waves * ctas) * per_tile < 4 * ctas:  # too little to split
         waves = max(0, waves - 1)
     total = (tiles - waves * ctas) * per_tile
-    shrink_splits = _shrink_splits(tile, columns, total // ctas, waves) if rank else 0
+    shrink_splits = _shrink_splits(tile, rows, columns, rank, total // ctas, waves) if rank else 0
     shrink_ctas = ceil(rank / RANKS) * shrink_splits * (tile.width // tile.shrink_tokens)
     remaining, alone = ctas - shrink_ctas, waves * per_tile
     too_few = remaining < 1 or alone + ceil(total / remaining) > MAX_UNEVEN * (alone + total / ctas)
@@ -175,12 +175,14 @@ def schedule(tokens: int, rows: int, columns: int, rank: int, sms: int, tile: Ti
     return result._replace(splits=max(splits, default=1))
 
 
-def _shrink_splits(tile: Tile, columns: int, iterations: int, waves: int) -> int:
+def _shrink_splits(tile: Tile, rows: int, columns: int, rank: int, iterations: int, waves: int) -> int:
     """Split-K of the product with A: few, for the reduce kernel reads them all, but none outlasts `iterations`."""
     steps = ceil(columns / SHRINK_COLUMNS)
     if waves:  # a LoRA-shrink CTA takes part in the data-parallel waves
         # Measured on an H200, an iteration along A takes half to about two thirds of the time of one along the weight.
         splits = next((n for n in range(1, 8) if 3 * ceil(steps / n) // 4 + 2 <= iterations), 8)
+    elif tile.tokens <= 16 and rank >= 256:  # the reduce kernel reads the splits of all ranks for each of its blocks
+        splits = max(ceil(columns / 4096), 1 if rows > 4 * columns else 2)
     elif tile.tokens <= 16:
         splits = min(ceil(columns / 1024), 8)
     else:
