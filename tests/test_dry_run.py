@@ -109,6 +109,16 @@ def test_keys_and_values_in_fp8_are_counted_as_half(capsys: pytest.CaptureFixtur
     assert [float(table["keys and values"][0]) for table in tables] == pytest.approx([2 * sequence, sequence], abs=0.01)
 
 
+@pytest.mark.parametrize(("quantization", "sequences"), [("nvfp4", [65]), ("none", [64, 65])])
+def test_merged_copies_are_counted_where_a_decode_step_takes_them(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path, quantization: str, sequences: list[int]
+) -> None:
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b), "--rollout.engine.adapter=auto"]
+    words.append(f"--model.policy.quantization={quantization}")
+    tables = {n: run(capsys, *words, f"--rollout.engine.max_num_seqs={n}") for n in (64, 65)}
+    assert [n for n, table in tables.items() if "engine: merged copies" in table] == sequences
+
+
 def test_a_forward_pass_of_the_engine_is_as_large_as_it_is_set(
     capsys: pytest.CaptureFixture[str], qwen3_8b: Path
 ) -> None:

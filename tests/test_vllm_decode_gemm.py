@@ -21,7 +21,7 @@ from qerl_pl.engines import EngineSpec
 from qerl_pl.engines.vllm import attach, linear_methods
 from qerl_pl.engines.vllm.attach import attach_all, check_decode_gemm
 from qerl_pl.engines.vllm.linear_methods import FP4Method, fp4_linear, marlin_tensor
-from qerl_pl.engines.vllm.merged import AdapterMode
+from qerl_pl.engines.vllm.merged import AdapterMode, merged_above
 from qerl_pl.engines.vllm.worker import CONFIG_KEY, engine_config
 from qerl_pl.errors import UserError
 
@@ -178,14 +178,21 @@ def test_a_wrong_adapter_product_is_refused_at_the_start(change: str, monkeypatc
     assert not layer.qerl_a.any() and not layer.qerl_b.any()
 
 
-@pytest.mark.parametrize(("adapter", "expected"), [("fused", 1024), ("auto", 64), ("merged", None)])
-def test_passes_that_take_merged_copies_compile_no_decode_gemm(adapter: AdapterMode, expected: int | None) -> None:
+@pytest.mark.parametrize(
+    ("adapter", "sequences", "expected"),
+    [("fused", 65, 1024), ("auto", 65, 64), ("auto", 64, 1024), ("merged", 65, None), ("merged", 1, None)],
+)
+def test_passes_that_take_merged_copies_compile_no_decode_gemm(
+    adapter: AdapterMode, sequences: int, expected: int | None
+) -> None:
+    """Nor are there copies where no decode step would take them."""
     spec = EngineSpec(Path("base"), torch.bfloat16, torch.device("cpu"), 8, ("q_proj",), 64)
-    held = engine_config(spec, 256, 1024, adapter)[CONFIG_KEY]
-    assert held["decode_gemm_max_tokens"] == expected
+    above = merged_above(adapter, True, sequences)
+    assert engine_config(spec, 256, 1024, above)[CONFIG_KEY]["decode_gemm_max_tokens"] == expected
     without = replace(spec, lora_rank=0, lora_targets=())
-    assert engine_config(without, 256, 1024, adapter)[CONFIG_KEY]["decode_gemm_max_tokens"] == 1024
-    assert engine_config(spec, 256, None, adapter)[CONFIG_KEY]["decode_gemm_max_tokens"] is None
+    assert engine_config(without, 256, 1024, above)[CONFIG_KEY]["decode_gemm_max_tokens"] == 1024
+    assert engine_config(spec, 256, None, above)[CONFIG_KEY]["decode_gemm_max_tokens"] is None
+    assert merged_above(adapter, False, 1) == {"fused": None, "auto": 64, "merged": 0}[adapter]
 
 
 @pytest.mark.parametrize(

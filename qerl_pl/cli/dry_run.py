@@ -13,6 +13,7 @@ from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
+from qerl_pl.engines.vllm.merged import merged_above
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -208,7 +209,7 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
     return replace(
         plan,
         shares_weights=engine.share_weights and marlin,
-        merges=engine.adapter != "fused",
+        merges=merged_above(engine.adapter, plan.quantization in BITS, engine.max_num_seqs) is not None,
         kv_cache_gib=sequence if cache is None else cache,  # a share of the GPU takes at least one sequence
         sleeps=engine.sleep_mode,
         prompt_tokens=prompts,

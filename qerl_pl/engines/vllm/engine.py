@@ -24,7 +24,7 @@ from qerl_pl.engines.base import (
     regroup,
 )
 from qerl_pl.engines.vllm import compat, linear_methods, weight_map, worker
-from qerl_pl.engines.vllm.merged import AdapterMode
+from qerl_pl.engines.vllm.merged import AdapterMode, merged_above
 from qerl_pl.engines.vllm.requests import BatchSource, allocated_by_block, completion_of, processed_once, request_params
 from qerl_pl.engines.vllm.startup import (
     REPEATABLE,
@@ -42,7 +42,6 @@ from qerl_pl.engines.vllm.startup import (
     sequences_with_states,
     vllm_errors_as_user_errors,
 )
-from qerl_pl.engines.vllm.worker import WorkerReport
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
@@ -84,7 +83,7 @@ class VLLMEngine(RolloutEngine):
             prefill: twice as fast (bfloat16 only). null leaves all to Marlin.
         adapter: fused computes the adapter's products beside the base's, as the trainer does. merged multiplies by
             16-bit copies of the linears with the adapter in them, which round the sum and take 2 bytes a weight during
-            rollouts. auto merges 16-bit bases, and on 4 bits takes the copies above 64 sequences.
+            rollouts. auto merges 16-bit bases, and on 4 bits takes copies above 64 sequences, if so many may run.
         enforce_eager: Run without compilation and CUDA graphs: starts a minute sooner and decodes slower. A CPU always
             does.
         sleep_mode: Release the key/value cache's memory during the update (GPU only).
@@ -231,7 +230,7 @@ class VLLMEngine(RolloutEngine):
         import vllm
 
         assert self._spec is not None, "launch comes first"
-        report: WorkerReport = self._call("qerl_report")
+        report: worker.WorkerReport = self._call("qerl_report")
         self.kernels, self._expert_kernels = report.kernels, report.experts
         kernels = ", ".join(report.kernels + report.experts)
         if not report.noisy_norms:
@@ -253,7 +252,7 @@ class VLLMEngine(RolloutEngine):
         if linears := len(report.adapted):
             fused = report.decode_gemm == report.linears
             features.append("fused LoRA" if fused else f"LoRA on {linears} linears")
-            if self.adapter != "fused":
+            if report.merged:
                 features.append(f"merged copies of {report.merged} linears")
         options = {compat.SAMPLER: report.sampler} if self._on_gpu else {}
         if self.share_weights:
@@ -280,6 +279,7 @@ class VLLMEngine(RolloutEngine):
         compat.check_records_routing(spec.record_routing, self.caches_prefixes(family.delta_net is not None))
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
         sequences = sequences_with_states(base, self.max_num_seqs, kv_gib, self.cache_dtype(spec.dtype))
+        copies_above = merged_above(self.adapter, backend is not None, self.max_num_seqs)
         with vllm_errors_as_user_errors(self.kv_cache_dtype):
             register_architecture(config, spec.device)
             return LLM(
@@ -313,7 +313,7 @@ class VLLMEngine(RolloutEngine):
                 linear_backend=backend or "auto",
                 enable_return_routed_experts=spec.record_routing,
                 moe_backend=experts or "auto",
-                additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens, self.adapter),
+                additional_config=worker.engine_config(spec, dense_above, decode_gemm_max_tokens, copies_above),
                 compilation_config={"inductor_compile_config": REPEATABLE} | graph_settings(sequences)
                 if self._on_gpu
                 else None,

@@ -24,8 +24,18 @@ FASTER_IN_4_BITS = 64
 """Most sequences at which NVFP4 with the adapter decodes faster than merged 16 bits: rollout_7b_adapter.md."""
 
 
-def merged_above(mode: AdapterMode) -> int | None:
-    """Tokens of a forward pass above which 4-bit linears multiply by their merged copy; None for no copies."""
+def merged_above(mode: AdapterMode, quantized: bool, max_num_seqs: int) -> int | None:
+    """Tokens of a forward pass above which 4-bit linears multiply by their merged copy; None for no copies.
+
+    `auto` has none where every decode step is faster on 4 bits: only prefill would use what each rollout merges.
+
+    Args:
+        mode: Of the engine.
+        quantized: Whether the engine's linears are in 4 bits.
+        max_num_seqs: Most running requests.
+    """
+    if mode == "auto" and quantized and max_num_seqs <= FASTER_IN_4_BITS:
+        return None
     return {"fused": None, "merged": 0, "auto": FASTER_IN_4_BITS}[mode]
 
 

@@ -69,13 +69,13 @@ def worker_class(device: torch.device, ranks: int = 1) -> str:
 
 
 def engine_config(
-    spec: EngineSpec, dense_above: int | None, decode_gemm_max_tokens: int | None, adapter: merged.AdapterMode
+    spec: EngineSpec, dense_above: int | None, decode_gemm_max_tokens: int | None, merged_above: int | None
 ) -> dict[str, Any]:
     """vLLM's `additional_config` for `PolicyWorker`.
 
     It is part of the key of vLLM's cache of compiled graphs, so that no graph of other norms, GEMMs or adapters runs.
     """
-    merged_above = merged.merged_above(adapter) if spec.lora_rank else None
+    merged_above = merged_above if spec.lora_rank else None
     if merged_above is not None and decode_gemm_max_tokens is not None:  # its variants take a start half a second each
         decode_gemm_max_tokens = min(decode_gemm_max_tokens, merged_above) or None
     return {
