@@ -256,7 +256,7 @@ def test_up_to_rank_32_a_schedule_fills_the_sms_and_no_more():
     [(37888, 3584, 64, 4), (37888, 3584, 256, 1), (4608, 3584, 768, 2), (3584, 3584, 256, 2), (3584, 18944, 256, 5)],
 )
 def test_few_sequences_of_a_high_rank_leave_few_splits_to_the_reduce_kernel(rows, columns, rank, splits):
-    """Measured on an H200: as at rank 32, rank 256 took 1.2 times as long."""
+    """A layer of rank 256 takes 101 microseconds on an H200, and 126 with the splits of rank 32."""
     assert triton_decode_gemm.schedule(8, rows, columns, rank, 132).shrink_splits == splits
 
 

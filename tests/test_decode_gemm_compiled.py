@@ -169,7 +169,7 @@ def test_nothing_is_written_to_registers_that_a_product_may_still_read(case):
     # Before CUDA 13.3 ptxas would do so in a loop's next turn (`finish_products`).
     code = machine_code()[case]
     result = list(loops(code))
-    asynchronous = int(case.split("x")[0]) >= triton_decode_gemm._FEWEST.value
+    asynchronous = int(case.split("x")[0]) >= triton_decode_gemm._WGMMA_TOKENS.value
     assert len(result) == asynchronous
     for first, last in result:
         assert not overwritten(list(turn(code, first, last)) * 3)

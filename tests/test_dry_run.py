@@ -109,7 +109,7 @@ def test_keys_and_values_in_fp8_are_counted_as_half(capsys: pytest.CaptureFixtur
     assert [float(table["keys and values"][0]) for table in tables] == pytest.approx([2 * sequence, sequence], abs=0.01)
 
 
-@pytest.mark.parametrize(("quantization", "sequences"), [("nvfp4", [65]), ("none", [64, 65])])
+@pytest.mark.parametrize(("quantization", "sequences"), [("nvfp4", [65]), ("nf4", [64, 65]), ("none", [64, 65])])
 def test_merged_copies_are_counted_where_a_decode_step_takes_them(
     capsys: pytest.CaptureFixture[str], qwen3_8b: Path, quantization: str, sequences: list[int]
 ) -> None:

@@ -40,8 +40,8 @@ from qerl_kernels.triton_marlin_tile import (
 )
 
 _RANKS, _STEP = tl.constexpr(RANKS), tl.constexpr(SHRINK_COLUMNS)
-_FEWEST = tl.constexpr(8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 16)
-"""Tokens from which Triton multiplies by wgmma, on Hopper: its left operands are in the weight's order of columns."""
+_WGMMA_TOKENS = tl.constexpr(8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 16)
+"""Fewest tokens that Triton multiplies by wgmma on Hopper, whose left operands have the weight's order of columns."""
 
 _UNSPECIALIZED = [
     "tokens", "rank", "waves", "ctas", "shrink_ctas", "big_ctas", "iterations", "splits", "shrink_splits",
@@ -63,7 +63,7 @@ def _iteration(
     SPLIT: tl.constexpr, EVEN: tl.constexpr, USE_TMA: tl.constexpr, ARCH: tl.constexpr,
 ):  # fmt: skip
     ON_GPU: tl.constexpr = ARCH > 0
-    WIDE: tl.constexpr = acc.shape[1] >= _FEWEST and (ARCH == 0 or ARCH == 90)
+    WIDE: tl.constexpr = acc.shape[1] >= _WGMMA_TOKENS and (ARCH == 0 or ARCH == 90)
     if ON_GPU and WIDE:
         finish_products()
     if EVEN:

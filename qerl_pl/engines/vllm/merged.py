@@ -31,7 +31,7 @@ def merged_above(mode: AdapterMode, quantized: bool, max_num_seqs: int) -> int |
 
     Args:
         mode: Of the engine.
-        quantized: Whether the engine's linears are in 4 bits.
+        quantized: Whether the engine's linears are in NVFP4 or MXFP4.
         max_num_seqs: Most running requests.
     """
     if mode == "auto" and quantized and max_num_seqs <= FASTER_IN_4_BITS:
