@@ -60,6 +60,7 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
     engine = {"kv_cache_gib": args.kv_gib, "max_num_seqs": prompts * group}
     engine |= {"adapter": adapter} if adapter else {}
     engine |= {"share_weights": False} if args.copies == 2 else {}
+    engine |= {"sleep_mode": False} if args.awake else {}
     rollout = {
         "engine": {"class_path": args.engine, "init_args": engine if args.engine == "VLLMEngine" else {}},
         "group_size": group,
