@@ -61,18 +61,27 @@ def finish(process: "subprocess.Popen[bytes]", name: str) -> None:
         raise SystemExit(f"{name} ended with status {process.returncode}")
 
 
-def quickstart(run: Path, args: argparse.Namespace) -> list[str]:
+def written(base: Path, shape: str, **settings: bool | int | None) -> Path:
+    """The folder of a checkpoint of random weights, written where it is missing."""
+    if not base.is_dir():
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if device.type == "cuda":
+            select_backend("triton")
+        random_model.write_model(base, shape, device, **settings)  # type: ignore[arg-type]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return base
+
+
+def quickstart(run: Path, base: Path | None, args: argparse.Namespace) -> list[str]:
+    """Arguments of `qerl fit`: the toy policy's, or with those of a base of random weights in its place."""
     words = ["-c", str(ROOT / "configs" / "quickstart.yaml"), "--resume=auto", "--model.policy.dtype=bfloat16"]
     words += [f"--trainer.accelerator={args.accelerator}", f"--trainer.devices={args.devices[-1]}"]
     words += [f"--trainer.default_root_dir={run}", f"--trainer.max_steps={args.rollouts}"]
     words += [f"--rollout.engine={args.engine}", "--trainer.val_check_interval=1000", "--data.val_size=16"]
     if args.engine == "VLLMEngine":
-        words.append(f"--rollout.engine.init_args.kv_cache_gib={4.0 if args.shape else 0.5}")
-    if args.shape:
-        base = args.base / f"{args.shape}-{args.layers}-layers"
-        if not base.is_dir():
-            device = torch.device("cuda" if args.accelerator == "gpu" else "cpu")
-            random_model.write_model(base, args.shape, device, layers=args.layers, codes=True)
+        words.append(f"--rollout.engine.init_args.kv_cache_gib={4.0 if base else 0.5}")
+    if base:
         words += [f"--model.policy.path={base}", "--model.policy.quantization=nvfp4"]
         words.append("--rollout.rewards=[ranks.even]")
     return [*words, f"--checkpoint.every_n_rollouts={args.rollouts // 4}", "--trainer.enable_progress_bar=false"]
@@ -85,14 +94,17 @@ def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 def part_killed(args: argparse.Namespace, write: Callable[[str, Any], None]) -> None:
     """One rank or all killed after the first checkpoint, and resumed, against a run that was not."""
+    base = None
+    if args.shape:
+        base = written(args.base / f"{args.shape}-{args.layers}-layers", args.shape, layers=args.layers, codes=True)
     uninterrupted = args.folder / "uninterrupted"
-    finish(launch(quickstart(uninterrupted, args)), "the uninterrupted run")
+    finish(launch(quickstart(uninterrupted, base, args)), "the uninterrupted run")
     expected, rows = load_file(uninterrupted / "adapter" / "adapter_model.safetensors"), []
     if not any(tensor.any() for name, tensor in expected.items() if "lora_B" in name):
         raise SystemExit("nothing was trained")
     for which in ("one rank", "all ranks")[args.devices[-1] == 1 :]:
         run = args.folder / which.replace(" ", "-")
-        process = launch(quickstart(run, args))
+        process = launch(quickstart(run, base, args))
         while process.poll() is None and not list(run.glob("checkpoints/step=*.ckpt")):
             time.sleep(0.02)
         ranks = [one for one in psutil.Process(process.pid).children() if "qerl_pl" in " ".join(one.cmdline())]
@@ -102,7 +114,7 @@ def part_killed(args: argparse.Namespace, write: Callable[[str, Any], None]) -> 
         if which == "all ranks":
             process.kill()
         status, seconds = process.wait(), time.perf_counter() - started
-        finish(launch(quickstart(run, args)), "the resumed run")
+        finish(launch(quickstart(run, base, args)), "the resumed run")
         found = load_file(run / "adapter" / "adapter_model.safetensors")
         same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         rows.append([args.devices[-1], which, status, f"{seconds:.1f}", same])
@@ -189,7 +201,7 @@ def settings(args: argparse.Namespace, base: Path, run: Path, devices: int, kind
 
 def start(kind: str, devices: int, first: int, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
     """A run on the GPUs from the first on, with caches of its own, which waits for its turn."""
-    base, run = Path(args.base) / f"{args.shape}-{kind}", args.folder / f"{kind}-{devices}"
+    base, run = args.base / f"{args.shape}-{kind}", args.folder / f"{kind}-{devices}"
     run.mkdir(parents=True)
     (run / "run.yaml").write_text(yaml.safe_dump(settings(args, base, run, devices, kind)))
     own = {"VLLM_CACHE_ROOT": str(run / "vllm"), "TRITON_CACHE_DIR": str(run / "triton")}
@@ -218,15 +230,9 @@ def part_shapes(args: argparse.Namespace, write: Callable[[str, Any], None]) -> 
     for index, kind in enumerate(args.kinds):  # by GPUs and the first of them, so that no GPU holds too many runs
         waves += [[(kind, devices, 0)] for devices in args.devices if devices > 2]
         waves.append([(kind, devices, (devices - 1) * (1 + index)) for devices in args.devices if devices <= 2])
+    args.shape = args.shape or "7b"
     for kind in args.kinds:
-        base = Path(args.base) / f"{args.shape}-{kind}"
-        if not base.is_dir():
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            if device.type == "cuda":
-                select_backend("triton")
-            random_model.write_model(base, args.shape, device, nvfp4=kind == "nvfp4")
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+        written(args.base / f"{args.shape}-{kind}", args.shape, nvfp4=kind == "nvfp4")
     running = {run: start(*run, args) for wave in waves for run in wave}
     for run, process in running.items():
         folder = args.folder / f"{run[0]}-{run[1]}"
@@ -301,7 +307,6 @@ def main() -> None:
     def write(table: str, result: Any) -> None:
         report.write(args.out, f"ranks_{args.part}_{'_'.join(map(str, args.devices))}", table, result)
 
-    args.shape = args.shape or (None if args.part == "killed" else "7b")
     (part_killed if args.part == "killed" else part_shapes)(args, write)
 
 

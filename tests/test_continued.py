@@ -189,39 +189,41 @@ def test_vllm_processes_a_request_once_with_all_its_tokens() -> None:
     assert again.outputs[0].token_ids == [4] and "process_outputs" not in vars(processor)
 
 
-def fake_engine(block_sizes: Sequence[int], asked: list[tuple[str, int]]) -> tuple[Any, Any]:
-    """vLLM's engine with a manager that writes down what it was asked for, and that manager."""
+def fake_engine(block_sizes: Sequence[int], calls: list[tuple[str, int]]) -> tuple[Any, Any]:
+    """vLLM's engine with a KV cache manager that records its calls, and that manager."""
 
     def allocate_slots(self: Any, request: Any, num_new_tokens: int, **_: Any) -> str:
-        asked.append((request.request_id, num_new_tokens))
-        return "found"
+        calls.append((request.request_id, num_new_tokens))
+        return "new blocks"
 
     managers = [SimpleNamespace(block_size=size) for size in block_sizes]
     manager = type("Manager", (), {"allocate_slots": allocate_slots})()
-    manager.coordinator, manager.empty_kv_cache_blocks = SimpleNamespace(single_type_managers=managers), "none"
+    manager.coordinator, manager.empty_kv_cache_blocks = SimpleNamespace(single_type_managers=managers), "no blocks"
     core = SimpleNamespace(scheduler=SimpleNamespace(kv_cache_manager=manager))
     return SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)), manager
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_vllm_allocates_at_the_first_token_of_a_block(groups: int) -> None:
-    asked: list[tuple[str, int]] = []
-    engine, manager = fake_engine([16] * groups, asked)
+    calls: list[tuple[str, int]] = []
+    engine, manager = fake_engine([16] * groups, calls)
 
-    def ask(name: str, computed: int, new: int = 1, **more: Any) -> str:
+    def allocate(name: str, computed: int, new: int = 1, **more: Any) -> str:
         request = SimpleNamespace(request_id=name, num_computed_tokens=computed)
-        found: str = manager.allocate_slots(request, new, num_lookahead_tokens=0, **more)
-        return found
+        blocks: str = manager.allocate_slots(request, new, num_lookahead_tokens=0, **more)
+        return blocks
 
     with allocated_by_block(engine):
-        found = [
-            ask("begins", 32),
-            ask("inside", 33),
-            ask("prompt", 33, new=2),
-            ask("waits", 33, new_computed_blocks=1),
+        allocated = [
+            allocate("first of a block", 32),
+            allocate("within a block", 33),
+            allocate("prefill", 33, new=2),
+            allocate("waiting", 33, new_computed_blocks=1),
         ]
-    assert found == ["found", "none" if groups == 1 else "found", "found", "found"]
-    assert [name for name, _ in asked] == ["begins", *(["inside"] if groups > 1 else []), "prompt", "waits"]
+    within = "no blocks" if groups == 1 else "new blocks"
+    assert allocated == ["new blocks", within, "new blocks", "new blocks"]
+    delegated = ["within a block"] if groups > 1 else []
+    assert [name for name, _ in calls] == ["first of a block", *delegated, "prefill", "waiting"]
     assert "allocate_slots" not in vars(manager)
 
 
@@ -233,8 +235,8 @@ def test_completions_are_the_same_where_requests_are_preempted_for_memory(
     """Eight requests of two blocks of 128 tokens each: 32 MiB hold them, 4 MiB do not."""
     drawn = torch.randint(10, 500, (8, 120), generator=torch.Generator().manual_seed(3)).tolist()
     requests = [RolloutRequest(tuple(row), (index,)) for index, row in enumerate(drawn)]
-    found, preempted = [], 0
-    for gib, hooked in ((32 / 1024, False), (4 / 1024, True)):
+    token_ids, preemptions = [], 0
+    for gib, by_block in ((32 / 1024, False), (4 / 1024, True)):
         engine = VLLMEngine(kv_cache_gib=gib, max_num_seqs=8, prefix_caching=prefix_caching)
         engine.launch(EngineSpec(tiny_policy_dir, torch.float32, torch.device("cpu"), 0, (), 256))
         engine.sync(PolicyWeights(0, None, 1.0))
@@ -243,15 +245,15 @@ def test_completions_are_the_same_where_requests_are_preempted_for_memory(
         preempt = scheduler._preempt_request
 
         def counted(*args: Any, preempt: Any = preempt, **settings: Any) -> Any:
-            nonlocal preempted
-            preempted += 1
+            nonlocal preemptions
+            preemptions += 1
             return preempt(*args, **settings)
 
         scheduler._preempt_request = counted
         with monkeypatch.context() as plain:
-            if not hooked:
+            if not by_block:
                 plain.setattr("qerl_pl.engines.vllm.engine.allocated_by_block", lambda _: nullcontext())
-            found.append([group[0].token_ids for group in engine.generate(requests, SAMPLING)])
-        assert bool(preempted) is hooked
+            token_ids.append([group[0].token_ids for group in engine.generate(requests, SAMPLING)])
+        assert bool(preemptions) is by_block
         engine.close()
-    assert found[0] == found[1]
+    assert token_ids[0] == token_ids[1]

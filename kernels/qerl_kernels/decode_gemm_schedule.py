@@ -181,7 +181,8 @@ def _shrink_splits(tile: Tile, rows: int, columns: int, rank: int, iterations: i
     if waves:  # a LoRA-shrink CTA takes part in the data-parallel waves
         # Measured on an H200, an iteration along A takes half to about two thirds of the time of one along the weight.
         splits = next((n for n in range(1, 8) if 3 * ceil(steps / n) // 4 + 2 <= iterations), 8)
-    elif tile.tokens <= 16 and rank >= 256:  # the reduce kernel reads the splits of all ranks for each of its blocks
+    elif tile.tokens <= 16 and rank >= 256:
+        # The reduce kernel reads the splits of all ranks for each of its blocks. Measured: rollout_7b_ranks.md.
         splits = max(ceil(columns / 4096), 1 if rows > 4 * columns else 2)
     elif tile.tokens <= 16:
         splits = min(ceil(columns / 1024), 8)

@@ -14,11 +14,11 @@ from qerl_pl.datamodules import ConversationDataModule, PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.engines.vllm.merged import merged_above
+from qerl_pl.engines.vllm.startup import linear_backend
 from qerl_pl.errors import UserError
 from qerl_pl.formats.base import named_format
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
-from qerl_pl.formats.fp4 import PackedFormat
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
 from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.folder import TensorFiles
@@ -207,12 +207,12 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
             prompt_tokens=prompts, prefill_tokens=prompts, max_num_seqs=rows,
         )  # fmt: skip
     marlin = engine.linear_backend == "marlin" if plan.quantization in BITS else not plan.shape.experts
-    packed = isinstance(named_format(plan.quantization), PackedFormat)
+    quantized = linear_backend(named_format(plan.quantization), engine.linear_backend) is not None
     cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
     return replace(
         plan,
         shares_weights=engine.share_weights and marlin,
-        merges=merged_above(engine.adapter, packed, engine.max_num_seqs) is not None,
+        merges=merged_above(engine.adapter, quantized, engine.max_num_seqs) is not None,
         kv_cache_gib=sequence if cache is None else cache,  # a share of the GPU takes at least one sequence
         sleeps=engine.sleep_mode,
         prompt_tokens=prompts,

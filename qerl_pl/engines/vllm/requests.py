@@ -139,18 +139,19 @@ def allocated_by_block(engine: Any) -> Iterator[None]:
         engine: vLLM's `LLMEngine`, in this process.
     """
     manager = engine.engine_core.engine_core.scheduler.kv_cache_manager
-    allocate, block_sizes = manager.allocate_slots, [one.block_size for one in manager.coordinator.single_type_managers]
+    group, *others = manager.coordinator.single_type_managers
+    if others:
+        yield
+        return
+    allocate = manager.allocate_slots
 
     def allocate_slots(request: Any, num_new_tokens: int, **settings: Any) -> Any:
         # The scheduler's call for a running request; for a waiting one it passes more.
         decodes = num_new_tokens == 1 and settings == {"num_lookahead_tokens": 0}
-        if decodes and request.num_computed_tokens % block_sizes[0]:
+        if decodes and request.num_computed_tokens % group.block_size:
             return manager.empty_kv_cache_blocks
         return allocate(request, num_new_tokens, **settings)
 
-    if len(block_sizes) > 1:
-        yield
-        return
     manager.allocate_slots = allocate_slots
     try:
         yield

@@ -75,7 +75,8 @@ def engine_config(
 
     It is part of the key of vLLM's cache of compiled graphs, so that no graph of other norms, GEMMs or adapters runs.
     """
-    merged_above = merged_above if spec.lora_rank else None
+    if not spec.lora_rank:
+        merged_above = None
     if merged_above is not None and decode_gemm_max_tokens is not None:  # its variants take a start half a second each
         decode_gemm_max_tokens = min(decode_gemm_max_tokens, merged_above) or None
     return {
