@@ -14,7 +14,8 @@ import subprocess, sys, tempfile
 from pathlib import Path
 import triton
 from qerl_kernels.decode_gemm_schedule import BLOCK, best_tile, schedule, tile_without_measurement
-from qerl_kernels.triton_decode_gemm import decode_gemm_reduce_kernel, reduce_registers, decode_gemm_stream_k_kernel
+from qerl_kernels.triton_decode_gemm import decode_gemm_reduce_kernel, decode_gemm_stream_k_kernel
+from qerl_kernels.triton_decode_gemm import reduce_registers, stream_k_registers
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -38,7 +39,7 @@ def stream_k(tokens, rows, arch, shared):
     widths = {"x_tma": tile.tokens, "x_tma2": tile.extra_tokens}
     described = {name: [width, tile.columns] for name, width in widths.items() if tile.use_tma and width}
     constants |= {name: None for name in widths if name not in described}
-    options = {"num_warps": tile.warps, "maxnreg": tile.registers}
+    options = {"num_warps": tile.warps, "maxnreg": stream_k_registers(tile)}
     return compiled(decode_gemm_stream_k_kernel, constants, arch, described, **options)
 
 def reduce(tokens, rows, arch, rank):
@@ -174,6 +175,12 @@ def test_nothing_is_written_to_registers_that_a_product_may_still_read(case):
     for first, last in result:
         assert not overwritten(list(turn(code, first, last)) * 3)
         assert not overwritten(code[first : last + 100])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_a_turn_run_at_once(case):
+    waits = [text for _, text in machine_code()[case] if text.startswith("WARPGROUP.DEPBAR.LE gsb0, 0x0")]
+    assert len(waits) <= 2  # before the first turn's copies and after the last one
 
 
 def test_the_tile_of_few_tokens_spills_nothing():

@@ -58,7 +58,7 @@ def test_every_figure_of_the_readme_is_on_the_page_of_measurements_or_planned() 
     speed = pages.rows(sections["Speed"])
     beside_others = set(re.findall(r"[\d.]+", pages.sections(MEASURED)["Speed beside others"]))
     found = {figure for row in speed[1:] for cell in row[1:] for figure in re.findall(r"[\d.]+", cell)}
-    assert len(speed) == 6 and len(found) > 20 and found <= beside_others
+    assert len(speed) == 7 and len(found) > 20 and found <= beside_others
     curve = pages.rows(README.read_text().partition("## Install")[0])[1:]
     assert len(curve) == 2 and all(f"| {cell}" in measured for row in curve for cell in row[1:])
     assert re.findall(r"\b0\.\d+", sections["16 or 4 bits?"])[0] in measured

@@ -59,12 +59,6 @@ class Tile(NamedTuple):
         """Tokens of a LoRA-shrink CTA."""
         return min(64, self.tokens, self.extra_tokens or 64)
 
-    @property
-    def registers(self) -> int:
-        """Limit per thread, in steps of 8, at which an SM holds `ctas_per_sm` and, if narrow, reduce CTAs beside."""
-        room = 2**16 // 8 * (8 if self.tokens > 8 else 3)
-        return min(255, room // (32 * self.warps * self.ctas_per_sm) // 8 * 8)
-
 
 class Schedule(NamedTuple):
     """Work of the two kernels."""

@@ -315,6 +315,15 @@ def decode_gemm_reduce_kernel(
     tl.store(own_y, to_bfloat16(acc, ON_GPU), mask=(token < tokens)[None, :])
 
 
+def stream_k_registers(tile: Tile) -> int:
+    """Registers per thread, in steps of 8, at which an SM holds `ctas_per_sm` and, if narrow, reduce CTAs beside.
+
+    With fewer the compiler would let each wgmma of 8 tokens wait for the one before.
+    """
+    sixteenths = 16 if tile.tokens > 8 else 7 if tile.tokens >= _WGMMA_TOKENS.value else 6
+    return min(255, 2**16 // 16 * sixteenths // (32 * tile.warps * tile.ctas_per_sm) // 8 * 8)
+
+
 def reduce_registers(ctas: int, sms: int, width: int, rank: int) -> int:
     """Registers per thread of the reduce kernel: with a limit the compiler keeps more loads in flight."""
     if ctas <= 2 * sms:
@@ -374,7 +383,7 @@ def decode_gemm_linear(
     partial = x.new_empty((plan.token_blocks, plan.splits, max(0, rows - alone), tile.width), dtype=torch.float32)
     hidden = x.new_empty((plan.token_blocks, plan.shrink_splits, rank, tile.width), dtype=torch.float32)
     scales = weight.scale.view(torch.int32)
-    options: dict[str, int] = {"launch_pdl": arch >= 90, "maxnreg": tile.registers} if arch else {}
+    options: dict[str, int] = {"launch_pdl": arch >= 90, "maxnreg": stream_k_registers(tile)} if arch else {}
     _launch(decode_gemm_stream_k_kernel, plan.ctas * plan.token_blocks, compile_only)(
         x, *_descriptors(x, tile), weight.weight, scales, x if a is None else a, x if bias is None else bias,
         weight.global_scale, y, partial, hidden, tokens, columns, rows, rank, weight.weight.stride(0),
