@@ -27,7 +27,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from qerl_pl.policy.packed_layers import ATTENTION, PackedAttention, Packing, use_packed_attention
+from qerl_pl.policy.packed_layers import ATTENTION, PackedAttention, use_packed_attention
+from qerl_pl.policy.packing import Packing
 from qerl_pl.runtime.random_state import deterministic
 
 LENGTHS = torch.tensor([7, 1, 12, 5])

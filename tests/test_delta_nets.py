@@ -56,7 +56,7 @@ from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.delta_net import PackedDeltaNet, use_packed_delta_nets
 from qerl_pl.policy.lora import FrozenLinear
-from qerl_pl.policy.packed_layers import Packing
+from qerl_pl.policy.packing import Packing
 from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.toy.policy import ToyConfig, teach
 from qerl_pl.toy.tokenizer import build_tokenizer

@@ -12,7 +12,7 @@ from qerl_kernels.delta_rule import causal_convolution, check_flash_linear_atten
 from qerl_kernels.triton_launch import pin_tiles
 from torch import Tensor
 
-from qerl_pl.policy.packed_layers import Packing
+from qerl_pl.policy.packing import Packing
 from qerl_pl.runtime.random_state import deterministic
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -31,7 +31,8 @@ from qerl_pl.models.folder import TensorFiles, read_config
 from qerl_pl.models.memory_plan import MicroBatch, activation_bytes
 from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.policy.packed_layers import PackedAttention, Packing, attention_of_rows
+from qerl_pl.policy.packed_layers import PackedAttention, attention_of_rows
+from qerl_pl.policy.packing import Packing
 from qerl_pl.runtime.random_state import deterministic
 
 THREE = ["sliding_attention", "sliding_attention", "full_attention"]

@@ -15,7 +15,8 @@ from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy import packed_layers
 from qerl_pl.policy.lora import PROJECTIONS, FrozenLinear, LoraLinear, can_fuse_lora, shared_input_linears
 from qerl_pl.policy.lora_adapter import cast_master_weights
-from qerl_pl.policy.packed_layers import GatedMLP, Packing
+from qerl_pl.policy.packed_layers import GatedMLP
+from qerl_pl.policy.packing import Packing
 
 MODES: tuple[Any, ...] = (False, "selective", True)
 LAYERS = 2

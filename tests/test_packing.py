@@ -16,7 +16,8 @@ from qerl_kernels.selective_checkpointing import selective_checkpoint_contexts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.policy.packed_layers import Packing, attention_of_rows, packed_attention
+from qerl_pl.policy.packed_layers import attention_of_rows, packed_attention
+from qerl_pl.policy.packing import Packing
 from qerl_pl.runtime.random_state import deterministic, strictly_deterministic_gradient
 
 LENGTHS = torch.tensor([3, 1, 5])

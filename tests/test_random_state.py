@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from qerl_pl.policy.packed_layers import Packing, packed_attention
+from qerl_pl.policy.packed_layers import packed_attention
+from qerl_pl.policy.packing import Packing
 from qerl_pl.runtime.random_state import (
     deterministic,
     random_state,

@@ -25,7 +25,8 @@ from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Mem
 from qerl_pl.policy.full_finetuning import use_master_weights
 from qerl_pl.policy.lora import LoraSpec
 from qerl_pl.policy.lora_adapter import LoraAdapter
-from qerl_pl.policy.packed_layers import GatedMLP, partition_micro_batches, use_gated_mlps
+from qerl_pl.policy.packed_layers import GatedMLP, use_gated_mlps
+from qerl_pl.policy.packing import partition_micro_batches
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.runtime.random_state import deterministic
 

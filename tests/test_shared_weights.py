@@ -27,7 +27,7 @@ from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.families import family_of
 from qerl_pl.models.folder import TensorFiles, load_config
 from qerl_pl.policy.loading import check_shared_weights, load_base
-from qerl_pl.policy.packed_layers import Packing
+from qerl_pl.policy.packing import Packing
 
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 EMBEDDINGS, EXPERTS = "model.embed_tokens.weight", "model.layers.1.mlp.experts"

@@ -16,7 +16,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
-from qerl_pl.policy.packed_layers import partition_micro_batches
+from qerl_pl.policy.packing import partition_micro_batches
 from qerl_pl.runtime.communicator import Communicator, writes_files
 from qerl_pl.runtime.random_state import deterministic
 from qerl_pl.runtime.strategy import communicator_of

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.errors import UserError
-from qerl_pl.policy.packed_layers import partition_micro_batches
+from qerl_pl.policy.packing import partition_micro_batches
 from qerl_pl.policy.policy import Policy, TokenValues
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import stream_seed

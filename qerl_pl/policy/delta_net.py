@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from qerl_pl.errors import UserError
 from qerl_pl.models.families import DELTA_NET, Family, family_of_class
 from qerl_pl.policy.lora import shared_input_linears
-from qerl_pl.policy.packed_layers import Packing
+from qerl_pl.policy.packing import Packing
 
 _ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers that mix tokens by attention alone."""

@@ -29,7 +29,7 @@ from qerl_pl.policy.adapter import SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.loading import check_trainable, load_base
 from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
-from qerl_pl.policy.packed_layers import Packing
+from qerl_pl.policy.packing import Packing
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
 

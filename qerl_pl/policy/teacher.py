@@ -19,7 +19,7 @@ from qerl_pl.formats.quantize import local_folder
 from qerl_pl.models.families import check_family, logit_cap
 from qerl_pl.models.folder import load_config, load_tokenizer, read_config
 from qerl_pl.policy.loading import load_base
-from qerl_pl.policy.packed_layers import partition_micro_batches
+from qerl_pl.policy.packing import partition_micro_batches
 from qerl_pl.policy.policy import DTYPES, PolicyConfig, predicting_states
 from qerl_pl.types import Experience, TeacherStates
 

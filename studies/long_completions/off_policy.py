@@ -28,7 +28,7 @@ from qerl_pl.datamodules import TableDataModule
 from qerl_pl.engines import EngineSpec, TransformersEngine, VLLMEngine
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules import Policy, PolicyConfig
-from qerl_pl.policy.packed_layers import partition_micro_batches
+from qerl_pl.policy.packing import partition_micro_batches
 from qerl_pl.rewards import as_rewards
 from qerl_pl.rollout import Collector, CollectorConfig, Scorer
 from qerl_pl.rollout.parity_check import check_logprob_parity

@@ -37,7 +37,7 @@ from qerl_pl.models.families import linear_shapes
 from qerl_pl.models.folder import load_config
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.adapter import read_adapter
-from qerl_pl.policy.packed_layers import partition_micro_batches
+from qerl_pl.policy.packing import partition_micro_batches
 from qerl_pl.rewards import GSM8KAnswer, MathAnswer, Reward
 from qerl_pl.rollout import Scorer
 from qerl_pl.types import Prompt, SamplingConfig
