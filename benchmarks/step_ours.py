@@ -85,6 +85,7 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
             "objective": {"class_path": "qerl_pl.algorithm.DAPO", "init_args": {"mask_truncated": False}},
             "micro_batch_tokens": (args.own_sequences or args.sequences) * (args.prompt_tokens + tokens),
             "monitor_kl": False,
+            "share_prompts": args.share_prompts,
             **({"optimizer": optimizer | {"init_args": {"lr": 1e-6}}} if full else {}),
         },
         "data": {

@@ -88,6 +88,7 @@ def parsed(description: str | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", default="VLLMEngine", help="ours")
     parser.add_argument("--adapter", nargs="+", default=[""], help="of our engine; by default its own")
     parser.add_argument("--awake", action="store_true", help="ours keeps its cache in the update, as the others do")
+    parser.add_argument("--share-prompts", action="store_true", help="ours computes a prompt once in the update")
     parser.add_argument("--checkpointing", default="auto", help="gradient_checkpointing of ours")
     parser.add_argument("--copies", type=int, choices=(1, 2), default=1, help="of the base, in ours")
     parser.add_argument("--prompt-tokens", type=int, default=128)

@@ -4,7 +4,7 @@ FlashAttention 4 computes it where it is `available`, PyTorch's FlashAttention 2
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,45 +140,73 @@ class _VarlenAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum, *random = ctx.saved_tensors
-        cu_seqlens, max_seqlen, heads = ctx.arguments[0], ctx.arguments[2], query.shape[1]
         if ctx.version_4:
+            cu_seqlens, max_seqlen = ctx.arguments[0], ctx.arguments[2]
             tensors = (grad.contiguous(), query, key, value, out, log_sum, cu_seqlens, max_seqlen)
             options = (ctx.options["scale"], ctx.options["window_size_left"])
             return *flash_attention_4.backward(*tensors, *options), None, None, None, None, None
-        groups: tuple[int, ...] = (heads,)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
-            groups = head_groups(heads, len(cu_seqlens) - 1, max_seqlen, _sms(query.device))
+        of_rows = flash_gradients(grad, query, key, value, out, log_sum, ctx.arguments, random, ctx.options)
+        return *of_rows, None, None, None, None, None
 
-        def gradients(query: Tensor, key: Tensor, value: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-            tensors = (grad[:, part], query, key, value, out[:, part], log_sum[part])
-            flash_attention_backward = torch.ops.aten._flash_attention_backward
-            results: tuple[Tensor, Tensor, Tensor] = flash_attention_backward(
-                *tensors, *ctx.arguments, *random, **ctx.options
-            )
-            return results
 
-        if len(groups) == 1:
-            return *gradients(query, key, value, slice(None)), None, None, None, None, None
-        repeats = heads // key.shape[1]
-        of_query = torch.empty_like(query)
-        of_keys = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)]
-        first = 0
-        for count in groups:
-            part = slice(first, first + count)
-            shared = range(first // repeats, (part.stop - 1) // repeats + 1)  # key-value heads
-            skipped = first - shared.start * repeats
-            keys, values = (
-                tensor[:, shared.start : shared.stop].repeat_interleave(repeats, dim=1)[:, skipped : skipped + count]
-                for tensor in (key, value)
-            )
-            of_query[:, part], *of_repeated = gradients(query[:, part], keys, values, part)
-            for head in shared:
-                own = slice(max(head * repeats - first, 0), (head + 1) * repeats - first)
-                for total, one in zip(of_keys, of_repeated, strict=True):
-                    total[:, head] += one[:, own].sum(1, dtype=torch.float32)
-            first = part.stop
-        return of_query, *(total.to(key.dtype) for total in of_keys), None, None, None, None, None
+def flash_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    arguments: tuple[Any, ...],
+    random: Sequence[Tensor],
+    options: Mapping[str, Any],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values by PyTorch's operation, the deterministic ones by groups of heads.
+
+    Args:
+        grad: Of the result, [S, heads, head size], as `query` and `out`.
+        query: As in the forward pass, like `key` and `value`.
+        key: [S', key-value heads, head size].
+        value: As `key`.
+        out: The result.
+        log_sum: Logarithm of each row's sum of exponentials, float32 [heads, S].
+        arguments: Of the operation: cumulative and largest lengths of queries and keys, dropout, whether it is causal.
+        random: State of the dropout that the forward operation returned.
+        options: Scale and window of the operation.
+    """
+    cu_seqlens, max_keys, heads = arguments[0], arguments[3], query.shape[1]
+    groups: tuple[int, ...] = (heads,)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
+        groups = head_groups(heads, len(cu_seqlens) - 1, max_keys, _sms(query.device))
+
+    def gradients(query: Tensor, key: Tensor, value: Tensor, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = (grad[:, part], query, key, value, out[:, part], log_sum[part])
+        backward = torch.ops.aten._flash_attention_backward
+        results: tuple[Tensor, Tensor, Tensor] = backward(*tensors, *arguments, *random, **options)
+        return results
+
+    if len(groups) == 1:
+        return gradients(query, key, value, slice(None))
+    repeats = heads // key.shape[1]
+    of_query = torch.empty_like(query)
+    of_keys = [torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value)]
+    first = 0
+    for count in groups:
+        part = slice(first, first + count)
+        shared = range(first // repeats, (part.stop - 1) // repeats + 1)  # key-value heads
+        skipped = first - shared.start * repeats
+        keys, values = (
+            tensor[:, shared.start : shared.stop].repeat_interleave(repeats, dim=1)[:, skipped : skipped + count]
+            for tensor in (key, value)
+        )
+        of_query[:, part], *of_repeated = gradients(query[:, part], keys, values, part)
+        for head in shared:
+            own = slice(max(head * repeats - first, 0), (head + 1) * repeats - first)
+            for total, one in zip(of_keys, of_repeated, strict=True):
+                total[:, head] += one[:, own].sum(1, dtype=torch.float32)
+        first = part.stop
+    of_key, of_value = (total.to(key.dtype) for total in of_keys)
+    return of_query, of_key, of_value
 
 
 def _sms(device: torch.device) -> int:

@@ -50,6 +50,9 @@ class QeRLModule(PolicyModule):
         monitor_kl: Share of a rollout's completions on which `policy/kl` is measured if the loss has no KL term and an
             adapter trains; costs that share of a forward pass, and is unbiased. `true` takes all, `false` none.
         teacher: Model that on-policy distillation learns from, if the objective has it.
+        share_prompts: The update computes a prompt once for the completions of it that a micro-batch has. Changes the
+            rounding of log-probabilities and gradients. Without effect on models with more than full attention: sliding
+            windows, soft caps, sinks, gated delta nets.
         settings: Of `PolicyModule`.
     """
 
@@ -64,6 +67,7 @@ class QeRLModule(PolicyModule):
         minibatches: int = 1,
         monitor_kl: bool | float = 0.125,
         teacher: TeacherConfig = TeacherConfig(),  # noqa: B008 - frozen, and jsonargparse reads the default
+        share_prompts: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(policy, **settings)
@@ -72,7 +76,9 @@ class QeRLModule(PolicyModule):
         self.objective = GRPO() if objective is None else objective
         measured = 0.0 if policy.finetune == "full" else float(monitor_kl)
         limits = self.micro_batch_tokens, self.max_grad_norm
-        self.update = PolicyUpdate(self.objective, update_epochs, minibatches, *limits, measured, self.seed)
+        self.update = PolicyUpdate(
+            self.objective, update_epochs, minibatches, *limits, measured, self.seed, share_prompts
+        )
         self.teacher_config = teacher
         self.teacher: Teacher | None = None
         self._means: dict[str, MeanMetric] = {}

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qerl_pl.algorithm.objectives import LossInputs, Objective
 from qerl_pl.errors import UserError
-from qerl_pl.policy.packing import partition_micro_batches
+from qerl_pl.policy.packing import Prompts, partition_groups, partition_micro_batches
 from qerl_pl.policy.policy import Policy, TokenValues
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
 from qerl_pl.seeds import stream_seed
@@ -67,6 +67,7 @@ class PolicyUpdate:
         reference_share: Share of the completions on which the KL divergence to the reference is estimated if the loss
             does not need it; drawn for each rollout, 0 for none.
         seed: Seed of the run, for dropout and the order of minibatches.
+        share_prompts: Compute a prompt once for its completions in a micro-batch, where `Policy.shares_prompts`.
     """
 
     objective: Objective
@@ -76,6 +77,7 @@ class PolicyUpdate:
     max_grad_norm: float = 0.2
     reference_share: float = 0.0
     seed: int = 0
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.reference_share <= 1:
@@ -168,6 +170,8 @@ class RunningUpdate:
         self.indices, self.token_counts = self._gather_indices()
         """Indices of this rank's rows among all ranks' completions [B]; trained tokens of all completions [N]."""
         self.completions = len(self.token_counts)
+        shared = settings.share_prompts and policy.shares_prompts
+        self.prompts = Prompts.of(experience.tokens, self.mask) if shared else None
         self.old = torch.zeros_like(experience.sampler_logprobs)
         """Log-probabilities by the policy before the update [B, T]; the first step fills in its own rows."""
         self.reference: Tensor | None = None
@@ -281,11 +285,17 @@ class RunningUpdate:
         experience, routing = self.experience, self.experience.routing
         chosen = None if routing is None else routing[rows.to(routing.device)].to(rows.device)
         sequences = experience.tokens[rows], experience.lengths[rows], self.mask[rows], experience.temperature
-        return self.policy.token_values(*sequences, self.objective.needs_entropy, reference, chosen, teacher)
+        groups = None if self.prompts is None else self.prompts.groups[rows]
+        return self.policy.token_values(*sequences, self.objective.needs_entropy, reference, chosen, teacher, groups)
 
     def _micro_batches(self, rows: Tensor, max_tokens: int | None) -> list[Tensor]:
         """Indices into `rows` for each micro-batch."""
-        partition = partition_micro_batches(self.experience.lengths[rows].tolist(), max_tokens)
+        lengths = self.experience.lengths[rows].tolist()
+        if self.prompts is None:
+            partition = partition_micro_batches(lengths, max_tokens)
+        else:
+            prompts, groups = (numbers[rows].tolist() for numbers in self.prompts)
+            partition = partition_groups(lengths, prompts, groups, max_tokens)
         return [torch.tensor(indices, dtype=torch.int64, device=rows.device) for indices in partition]
 
     def _gather_indices(self) -> tuple[Tensor, Tensor]:

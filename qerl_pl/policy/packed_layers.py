@@ -10,6 +10,7 @@ from qerl_kernels import (
     leaves_out_last_addend,
     rms_norm,
     rotary,
+    shared_prompt_attention,
     silu_product,
     varlen_attention,
     without_last_addend,
@@ -81,16 +82,14 @@ def attention_of_rows(
     Returns:
         [S, heads, head size].
     """
-    fits = query.shape[-1] <= MAX_HEAD_SIZE
+    fits, shared = query.shape[-1] <= MAX_HEAD_SIZE, packing.shared
     if soft_cap is None and fits and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        bounds = (packing.cu_seqlens, packing.max_seqlen)
-        return strictly_deterministic_gradient(
-            varlen_attention(query, key, value, *bounds, scaling, sliding_window, sinks)
-        )
-    query, key, value = (
-        tensor.new_zeros(*packing.mask.shape, *tensor.shape[1:]).index_put((packing.mask,), tensor).transpose(1, 2)
-        for tensor in (query, key, value)
-    )
+        rows = (query, key, value, packing.cu_seqlens, packing.max_seqlen)
+        if shared is None:
+            return strictly_deterministic_gradient(varlen_attention(*rows, scaling, sliding_window, sinks))
+        assert sliding_window is None and sinks is None
+        return strictly_deterministic_gradient(shared_prompt_attention(*rows, shared, scaling))
+    query, key, value = (packing.pad(tensor).transpose(1, 2) for tensor in (query, key, value))
     visible: dict[str, Any] = {"is_causal": True}
     in_memory = soft_cap is not None or sinks is not None
     if in_memory or (sliding_window is not None and sliding_window < query.shape[2]):
@@ -98,11 +97,11 @@ def attention_of_rows(
         visible = {"attn_mask": seen if sliding_window is None else seen.triu(1 - sliding_window)}
     if in_memory:
         attended = _plain_attention(query, key, value, scaling, visible["attn_mask"], soft_cap, sinks)
-        return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
+        return packing.pack(strictly_deterministic_gradient(attended).transpose(1, 2))
     if not fits:  # memory-efficient attention, which takes heads of any size, takes as many of keys as of queries
         key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     attended = functional.scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=True, **visible)
-    return strictly_deterministic_gradient(attended).transpose(1, 2)[packing.mask]
+    return packing.pack(strictly_deterministic_gradient(attended).transpose(1, 2))
 
 
 def _plain_attention(
@@ -283,6 +282,11 @@ class PackedAttention(nn.Module):
     def shared_input(self) -> tuple[nn.Module, ...]:
         """The linears on the block's input."""
         return tuple(getattr(self, name) for name in self._shared_input)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a token attends to all before it, by nothing but a softmax of scores."""
+        return self._window is None and self._soft_cap is None and self._sinks is None
 
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], packing: Packing, **_: Any

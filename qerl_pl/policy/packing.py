@@ -5,8 +5,10 @@ The tokens of a batch are concatenated; attention is masked to each sequence.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from qerl_kernels import SharedPrompts
 from torch import Tensor
 from torch.nn import functional
 
@@ -67,25 +69,121 @@ def _first_fit_decreasing(by_length: Sequence[int], lengths: Sequence[int], max_
     return bins
 
 
+def partition_groups(
+    lengths: Sequence[int], prompts: Sequence[int], groups: Sequence[int], max_tokens: int | None
+) -> list[list[int]]:
+    """`partition_micro_batches` of sequences whose prompt is there once in each micro-batch.
+
+    Args:
+        lengths: Tokens of each sequence.
+        prompts: Tokens of each sequence's prompt.
+        groups: A number for each, equal where the prompt is the same.
+        max_tokens: As there.
+    """
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    parts: list[list[int]] = []
+    costs: list[int] = []
+    for indices in members.values():
+        for index in indices:
+            own = lengths[index] - prompts[index]
+            if index == indices[0] or (max_tokens is not None and costs[-1] + own > max_tokens):
+                parts.append([])
+                costs.append(prompts[index])
+            parts[-1].append(index)
+            costs[-1] += own
+    micro_batches = partition_micro_batches(costs, max_tokens)
+    return [sorted(index for part in micro_batch for index in parts[part]) for micro_batch in micro_batches]
+
+
+class Prompts(NamedTuple):
+    """What precedes the first masked token of each of B sequences."""
+
+    lengths: Tensor
+    """Tokens of each prompt, int64 [B]."""
+    groups: Tensor
+    """A number for each sequence, equal where the prompt is the same, int64 [B]."""
+
+    @classmethod
+    def of(cls, tokens: Tensor, mask: Tensor) -> "Prompts":
+        """Prompts of sequences with these tokens, int64 [B, T], and mask, bool [B, T]."""
+        lengths = mask.int().argmax(dim=1)
+        numbers: dict[tuple[int, ...], int] = {}
+        rows = tokens[:, : int(lengths.max()) if len(lengths) else 0].tolist()
+        found = [tuple(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
+        groups = [numbers.setdefault(prompt, len(numbers)) for prompt in found]
+        return cls(lengths, torch.tensor(groups, dtype=torch.int64, device=tokens.device))
+
+
 @dataclass(frozen=True)
 class Packing:
-    """Layout of B sequences concatenated to S tokens."""
+    """Layout of B sequences concatenated to S tokens, their prompts included, or each different prompt once."""
 
     mask: Tensor
-    """bool [B, T]: real tokens of the padded batch; in row-major order the S packed ones."""
+    """bool [B, T]: real tokens of the padded batch."""
+    index: Tensor
+    """Place of each packed token in the padded batch, whose rows follow each other, int64 [S]."""
     positions: Tensor
     """Position of each token in its sequence, int64 [S]."""
     cu_seqlens: Tensor
-    """Cumulative sequence lengths, int32 [B + 1]."""
+    """Cumulative lengths, int32: of the sequences [B + 1], or of prompts and completions, each by itself."""
     max_seqlen: int
-    """Tokens of the longest sequence."""
+    """Tokens of the longest of them."""
+    places: Tensor | None = None
+    """Place among the packed tokens of each real one of the padded batch, int64; None if they are the same ones."""
+    shared: SharedPrompts | None = None
+    """Where the completions' prompts are; None if each sequence has its own."""
     routing: Tensor | None = None
     """Experts that the sampler chose in each layer, int64 [layers, S, k], -1 for none; None: the router selects."""
 
     @classmethod
     def of(cls, lengths: Tensor, width: int) -> "Packing":
         """Packing of right-padded rows [B, width]; row i has `lengths[i]` real tokens."""
-        index = torch.arange(width, device=lengths.device)
-        mask = index < lengths[:, None]
-        cu_seqlens = functional.pad(lengths.cumsum(0), (1, 0)).int()
-        return cls(mask, index.expand(mask.shape)[mask], cu_seqlens, int(lengths.max()))
+        mask = torch.arange(width, device=lengths.device) < lengths[:, None]
+        index = mask.flatten().nonzero().squeeze(1)
+        return cls(mask, index, index % width, _cumulative(lengths), int(lengths.max()))
+
+    @classmethod
+    def with_shared_prompts(cls, lengths: Tensor, width: int, prompts: Tensor, groups: Tensor) -> "Packing":
+        """Packing of right-padded rows [B, width] that has each prompt once.
+
+        Args:
+            lengths: Real tokens of each row, int64 [B], more than its prompt has.
+            width: Of the rows.
+            prompts: Tokens of each row's prompt, int64 [B], at least one.
+            groups: int64 [B], equal for rows that begin with the same prompt.
+        """
+        rows, at = torch.arange(len(lengths), device=lengths.device), torch.arange(width, device=lengths.device)
+        first = (groups[:, None] == groups).int().argmax(dim=1)  # row that has the prompt
+        mask, in_prompt = at < lengths[:, None], at < prompts[:, None]
+        kept = mask & (~in_prompt | (first == rows)[:, None])
+        place = (kept.flatten().cumsum(0) - 1).view(kept.shape)
+        place = torch.where(in_prompt, place[first], place)
+        index, completions = kept.flatten().nonzero().squeeze(1), lengths - prompts
+        parts = torch.stack((prompts * (first == rows), completions), dim=1).flatten()
+        lengths_of_parts = parts[parts > 0]
+        shared = SharedPrompts(
+            place[mask & ~in_prompt], place[in_prompt], _cumulative(completions), _cumulative(prompts),
+            int(completions.max()), int(prompts.max()),
+        )  # fmt: skip
+        bounds = _cumulative(lengths_of_parts), int(lengths_of_parts.max())
+        return cls(mask, index, index % width, *bounds, place[mask], shared)
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """[B, T, ...] -> [S, ...]."""
+        return padded.flatten(0, 1)[self.index]
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """[S, ...] -> [B, T, ...], zeros where nothing is, a prompt in each of its rows."""
+        values = packed if self.places is None else packed[self.places]
+        return packed.new_zeros(*self.mask.shape, *packed.shape[1:]).index_put((self.mask,), values)
+
+    def before(self, chosen: Tensor) -> Tensor:
+        """Places of the tokens before the M chosen ones: bool [B, T], False at position 0 -> int64 [M]."""
+        real = chosen[self.mask].nonzero().squeeze(1) - 1
+        return real if self.places is None else self.places[real]
+
+
+def _cumulative(lengths: Tensor) -> Tensor:
+    return functional.pad(lengths.cumsum(0), (1, 0)).int()

@@ -29,6 +29,7 @@ from qerl_pl.policy.adapter import SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.loading import check_trainable, load_base
 from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
+from qerl_pl.policy.packed_layers import PackedAttention
 from qerl_pl.policy.packing import Packing
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
 from qerl_pl.types import PolicyWeights, TeacherStates
@@ -197,7 +198,12 @@ def mark_trained(folder: Path) -> None:
 
 
 def predicting_states(
-    base: PreTrainedModel, tokens: Tensor, lengths: Tensor, mask: Tensor, routing: Tensor | None = None
+    base: PreTrainedModel,
+    tokens: Tensor,
+    lengths: Tensor,
+    mask: Tensor,
+    routing: Tensor | None = None,
+    groups: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Hidden states [M, D] that predict the M masked tokens, without padding, and the output layer's weight [V, D].
 
@@ -207,19 +213,24 @@ def predicting_states(
         lengths: Real tokens of each row, int64 [B].
         mask: bool [B, T], with a token, and False at position 0; rows without a token are skipped.
         routing: As for `Policy.token_values`.
+        groups: As for `Policy.token_values`.
     """
     rows = mask.any(dim=1)
-    packing = Packing.of(lengths[rows], tokens.shape[1])
+    tokens, lengths, mask = tokens[rows], lengths[rows], mask[rows]
+    if groups is None:
+        packing = Packing.of(lengths, tokens.shape[1])
+    else:
+        prompts = mask.int().argmax(dim=1)
+        packing = Packing.with_shared_prompts(lengths, tokens.shape[1], prompts, groups[rows])
     if routing is not None:
-        packing = replace(packing, routing=routing[rows][packing.mask].transpose(0, 1).long())
+        packing = replace(packing, routing=packing.pack(routing[rows]).transpose(0, 1).long())
     hidden = base.get_decoder()(
-        input_ids=tokens[rows][packing.mask].unsqueeze(0),
+        input_ids=packing.pack(tokens).unsqueeze(0),
         position_ids=packing.positions.unsqueeze(0),
         use_cache=False,
         packing=packing,
     ).last_hidden_state[0]
-    predicting = mask[rows][packing.mask].nonzero().squeeze(1) - 1
-    return hidden[predicting], base.get_output_embeddings().weight.to(hidden.dtype)
+    return hidden[packing.before(mask)], base.get_output_embeddings().weight.to(hidden.dtype)
 
 
 class TokenValues(NamedTuple):
@@ -307,6 +318,7 @@ class Policy(nn.Module):
         reference: bool = False,
         routing: Tensor | None = None,
         teacher: TeacherStates | None = None,
+        groups: Tensor | None = None,
     ) -> TokenValues:
         """Log-probabilities and entropies of the masked tokens, and a divergence, computed without padding.
 
@@ -322,6 +334,8 @@ class Policy(nn.Module):
             routing: Experts that the sampler chose, int [B, T, layers, k], -1 where the router selects; their weights
                 are the router's. None lets it select everywhere.
             teacher: To which the KL divergence is computed; its index is of these rows.
+            groups: int64 [B], equal for rows whose tokens before the first masked one are the same: these are computed
+                once. None computes all. See `shares_prompts`.
 
         Returns:
             Float32 [B, T] each, 0 where the mask is False.
@@ -332,7 +346,7 @@ class Policy(nn.Module):
         empty = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         if not mask.any():
             return TokenValues(empty, empty, None if teacher is None else empty)
-        hidden, head = self._predicting(tokens, lengths, mask, reference, routing)
+        hidden, head = self._predicting(tokens, lengths, mask, reference, routing, groups)
         logprobs, entropies = chunked_token_logprobs(
             hidden, head, tokens[mask], temperature, entropy_gradient=entropy_gradient, soft_cap=self._logit_cap
         )
@@ -359,13 +373,25 @@ class Policy(nn.Module):
         return logprobs.float(), torch.cat(likeliest) == tokens[mask]
 
     def _predicting(
-        self, tokens: Tensor, lengths: Tensor, mask: Tensor, reference: bool, routing: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        mask: Tensor,
+        reference: bool,
+        routing: Tensor | None = None,
+        groups: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [M, D] that predict the masked tokens, and the output layer's weight [V, D]."""
         model = self.trained.reference() if reference else nullcontext(self.base)
         copies = self.trained.low_precision_copies(self.config.torch_dtype)
         with model as base, copies, self.checkpointing.saved_activations():
-            return predicting_states(base, tokens, lengths, mask, routing)
+            return predicting_states(base, tokens, lengths, mask, routing, groups)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt can be computed once: by full attention alone, without windows, soft caps and sinks."""
+        mixers = [module for name, module in self.base.named_modules() if name.endswith((".self_attn", ".linear_attn"))]
+        return all(isinstance(mixer, PackedAttention) and mixer.is_full for mixer in mixers)
 
     def weights(self, version: int, noise: NormNoise | None = None, reference: bool = False) -> PolicyWeights:
         """Weights for an engine to sample with: views of the parameters, not copies.
