@@ -96,15 +96,18 @@ def flash_attention_forward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-    """What PyTorch's operation computes, [S, heads, size] and [heads, S], by the loops: causal, any window."""
+    """What PyTorch's operation computes, [S, heads, size] and [heads, S], in float64: causal or not, with any window."""
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
-    assert cum_seq_q.tolist() == cum_seq_k.tolist() == [0, 3, 4, 9] and max_q == max_k == 5
-    assert not (dropout_p or return_debug_mask) and window_size_right == 0 and window_size_left is not None
-    assert is_causal == (window_size_left == -1)
-    rows = [tensor.as_subclass(Tensor).float() for tensor in (query, key, value)]
-    scale, window = scale or 1 / math.sqrt(query.shape[2]), None if is_causal else window_size_left + 1
-    out = plain_attention(*(tensor.transpose(0, 1)[None] for tensor in rows), scale, window)[0].to(query.dtype)
-    return out, scores_of(*rows[:2], scale, window).logsumexp(-1), torch.tensor([7]), torch.tensor([8]), None
+    assert max_q == cum_seq_q.diff().max() and max_k == cum_seq_k.diff().max()
+    assert not (dropout_p or return_debug_mask) and window_size_left is not None
+    rows, repeats = (
+        [tensor.as_subclass(Tensor).double() for tensor in (query, key, value)],
+        query.shape[1] // key.shape[1],
+    )
+    scale, sight = scale or query.shape[2] ** -0.5, (is_causal, window_size_left, window_size_right)
+    scores = scores_of(rows[0], rows[1], cum_seq_q, cum_seq_k, scale, *sight)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), rows[2].repeat_interleave(repeats, dim=1))
+    return out.to(query.dtype), scores.logsumexp(-1).float(), torch.tensor([7]), torch.tensor([8]), None
 
 
 @pytest.mark.parametrize(("dtype", "cap"), [(torch.float32, None), (torch.bfloat16, 0.5)])
@@ -120,11 +123,17 @@ def test_what_flash_attention_does_not_take_goes_without_its_operation(
     torch.testing.assert_close(result.as_subclass(Tensor).float(), expected, rtol=1e-2, atol=1e-2)
 
 
-def scores_of(query: Tensor, key: Tensor, scale: float, window: int | None) -> Tensor:
-    """[heads, S, S], -inf where a token does not see another."""
-    sequence = torch.tensor([0] * 3 + [1] + [2] * 5)
-    behind = torch.arange(9)[:, None] - torch.arange(9)
-    seen = (sequence[:, None] == sequence) & (behind >= 0) & (behind < (9 if window is None else window))
+def scores_of(
+    query: Tensor, key: Tensor, cum_q: Tensor, cum_k: Tensor, scale: float, causal: bool, left: int, right: int | None
+) -> Tensor:
+    """[heads, Q, K] of sequences with these cumulative lengths, -inf where a token does not see another."""
+    ends = cum_q.as_subclass(Tensor).long(), cum_k.as_subclass(Tensor).long()
+    of_query, of_key = (torch.arange(len(one) - 1).repeat_interleave(one.diff()) for one in ends)
+    seen = of_query[:, None] == of_key
+    if causal or left >= 0:
+        behind = torch.arange(len(of_query))[:, None] - torch.arange(len(of_key))
+        assert right == 0 and causal == (left == -1)
+        seen &= (behind >= 0) & (behind < (len(of_key) if causal else left + 1))
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     return (torch.einsum("qhd,khd->hqk", query, keys) * scale).masked_fill(~seen, -torch.inf)
 
@@ -150,12 +159,11 @@ def flash_attention_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients as flash attention's paper (arXiv 2205.14135, algorithm 4) has them, in float64."""
-    assert cum_seq_q.tolist() == cum_seq_k.tolist() == [0, 3, 4, 9] and max_q == max_k == 5 and dropout_p == 0
-    assert rng_state.tolist() == [7] and unused.tolist() == [8] and window_size_right == 0
-    assert window_size_left is not None and is_causal == (window_size_left == -1)
+    assert rng_state.tolist() == [7] and unused.tolist() == [8] and window_size_left is not None and dropout_p == 0
     dtype, repeats, factor = query.dtype, query.shape[1] // key.shape[1], scale or query.shape[2] ** -0.5
     grad_out, query, key, value, out = (t.as_subclass(Tensor).double() for t in (grad_out, query, key, value, out))
-    scores = scores_of(query, key, factor, None if is_causal else window_size_left + 1)
+    sight = (is_causal, window_size_left, window_size_right)
+    scores = scores_of(query, key, cum_seq_q, cum_seq_k, factor, *sight)
     weights = (scores - logsumexp.double()[:, :, None]).exp()
     of_weights = torch.einsum("qhd,khd->hqk", grad_out, value.repeat_interleave(repeats, dim=1))
     of_scores = weights * (of_weights - (grad_out * out).sum(-1).t()[:, :, None])

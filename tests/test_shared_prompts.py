@@ -8,7 +8,7 @@ import pytest
 import torch
 from qerl_kernels import attention, flash_attention_4, shared_prompt_attention
 from qerl_kernels.selective_checkpointing import selective_checkpoint_contexts
-from test_packing import OnGPU
+from test_packing import OnGPU, flash_attention_backward, flash_attention_forward
 from test_update_steps import experience_of
 from tiny_families import write_checkpoint
 from torch import Tensor
@@ -102,49 +102,10 @@ def test_attention_is_that_of_sequences_by_themselves(scale: float | None) -> No
     torch.testing.assert_close(*found)
 
 
-def scores(query: Tensor, key: Tensor, queries: Tensor, keys: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """[heads, Q, K] of sequences with these cumulative lengths, -inf where a query does not see a key."""
-    of_query, of_key = (torch.arange(len(ends) - 1).repeat_interleave(ends.long().diff()) for ends in (queries, keys))
-    seen = of_query[:, None] == of_key
-    if is_causal:
-        seen &= torch.arange(len(of_query))[:, None] >= torch.arange(len(of_key))
-    repeated = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return (torch.einsum("qhd,khd->hqk", query, repeated) * scale).masked_fill(~seen, -torch.inf)
-
-
-def operation(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> tuple[Any, ...]:
-    """What PyTorch's forward operation computes, in float64."""
-    cum_q, cum_k, max_q, max_k, dropout, is_causal, debugging = others
-    assert max_q == cum_q.diff().max() and max_k == cum_k.diff().max() and not dropout and not debugging
-    assert options["window_size_left"] == -1 and options["window_size_right"] == (0 if is_causal else -1)
-    scale, dtype = options["scale"] or query.shape[2] ** -0.5, query.dtype
-    query, key, value = (tensor.as_subclass(Tensor).double() for tensor in (query, key, value))
-    found = scores(query, key, cum_q, cum_k, is_causal, scale)
-    values = value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    out = torch.einsum("hqk,khd->qhd", found.softmax(-1), values)
-    return out.to(dtype), found.logsumexp(-1).float(), torch.tensor([7]), torch.tensor([8]), None
-
-
-def of_operation(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Any:
-    """Its gradients by the result and the logarithm that it is given (arXiv 2205.14135, algorithm 4), in float64."""
-    out, log_sum, cum_q, cum_k, _, _, _, is_causal, first, second = others
-    assert (first.item(), second.item()) == (7, 8) and log_sum.is_contiguous()
-    scale, dtype, repeats = options["scale"] or query.shape[2] ** -0.5, query.dtype, query.shape[1] // key.shape[1]
-    grad, query, key, value, out = (x.as_subclass(Tensor).double() for x in (grad, query, key, value, out))
-    weights = (scores(query, key, cum_q, cum_k, is_causal, scale) - log_sum.double()[:, :, None]).exp()
-    of_weights = torch.einsum("qhd,khd->hqk", grad, value.repeat_interleave(repeats, dim=1))
-    of_scores = weights * (of_weights - (grad * out).sum(-1).t()[:, :, None])
-    of_query = scale * torch.einsum("hqk,khd->qhd", of_scores, key.repeat_interleave(repeats, dim=1))
-    of_key = scale * torch.einsum("hqk,qhd->khd", of_scores, query)
-    of_value = torch.einsum("hqk,qhd->khd", weights, grad)
-    of_key, of_value = (t.unflatten(1, (-1, repeats)).sum(2) for t in (of_key, of_value))
-    return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype)
-
-
 @pytest.fixture
 def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operation)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", of_operation)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_attention_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_attention_backward)
     monkeypatch.setattr(attention, "_sms", lambda device: 132)
 
 
@@ -175,7 +136,7 @@ def test_selective_checkpointing_saves_its_result(monkeypatch: pytest.MonkeyPatc
 
     def forward(*args: Any, **options: Any) -> tuple[Any, ...]:
         calls.append(args)
-        return operation(*args, **options)
+        return flash_attention_forward(*args, **options)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", forward)
     packing, inputs = shared(), [tensor.requires_grad_() for tensor in drawn(4, 2, torch.float16)]
