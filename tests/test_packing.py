@@ -96,7 +96,7 @@ def flash_attention_forward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-    """What PyTorch's operation computes, [S, heads, size] and [heads, S], in float64: causal or not, with any window."""
+    """What PyTorch's operation computes, [S, heads, size] and [heads, S], in float64, with any sight."""
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     assert max_q == cum_seq_q.diff().max() and max_k == cum_seq_k.diff().max()
     assert not (dropout_p or return_debug_mask) and window_size_left is not None
