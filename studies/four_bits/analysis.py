@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy
 
-OWN_FORMAT = {"lora16": "none", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4"}
+OWN_FORMAT = {"lora16": "none", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "nf4": "nf4"}
 """The format that a method trains on."""
 MARGIN = 0.02
 PRIMARY = ("nvfp4_aqn", "lora16")
@@ -139,7 +139,7 @@ def comparisons(found: Mapping[Key, Mapping[str, float]]) -> dict[str, list[floa
     """Paired differences by name, the primary one first; those with fewer than two pairs are left out."""
     own = {method: (method, served) for method, served in OWN_FORMAT.items()}
     pairs: dict[str, list[float]] = {}
-    for first, second in [PRIMARY, ("nvfp4", "lora16"), ("mxfp4", "lora16"), ("nvfp4_aqn", "nvfp4")]:
+    for first, second in [PRIMARY, ("nvfp4", "lora16"), ("nf4", "lora16"), ("nvfp4_aqn", "nvfp4")]:
         end = paired(found, own[first], own[second])
         pairs[f"{first} less {second}"] = end
         starts = [found.get(("start", OWN_FORMAT[method]), {}) for method in (first, second)]
