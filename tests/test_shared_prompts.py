@@ -62,7 +62,7 @@ def test_prompts_are_what_precedes_the_first_masked_token() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 1, 0]], dtype=torch.bool)
     found = Prompts.of(tokens, mask)
     assert found.lengths.tolist() == [2, 3, 2, 2] and found.groups.tolist() == [0, 1, 2, 0]
-    assert [len(numbers) for numbers in Prompts.of(tokens[:0], mask[:0])] == [0, 0]
+    assert [numbers.tolist() for numbers in Prompts.of(tokens[:0, :0], mask[:0, :0])] == [[], []]
 
 
 @pytest.mark.parametrize(

@@ -108,12 +108,13 @@ class Prompts(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor, mask: Tensor) -> "Prompts":
         """Prompts of sequences with these tokens, int64 [B, T], and mask, bool [B, T]."""
+        if not len(tokens):  # maybe without columns
+            return cls(*tokens.new_empty(2, 0))
         lengths = mask.int().argmax(dim=1)
+        rows, ends = tokens[:, : int(lengths.max())].tolist(), lengths.tolist()
         numbers: dict[tuple[int, ...], int] = {}
-        rows = tokens[:, : int(lengths.max()) if len(lengths) else 0].tolist()
-        found = [tuple(row[:length]) for row, length in zip(rows, lengths.tolist(), strict=True)]
-        groups = [numbers.setdefault(prompt, len(numbers)) for prompt in found]
-        return cls(lengths, torch.tensor(groups, dtype=torch.int64, device=tokens.device))
+        groups = [numbers.setdefault(tuple(row[:end]), len(numbers)) for row, end in zip(rows, ends, strict=True)]
+        return cls(lengths, torch.tensor(groups, device=tokens.device))
 
 
 @dataclass(frozen=True)
