@@ -387,7 +387,7 @@ class Policy(nn.Module):
         with model as base, copies, self.checkpointing.saved_activations():
             return predicting_states(base, tokens, lengths, mask, routing, groups)
 
-    @property
+    @cached_property
     def shares_prompts(self) -> bool:
         """Whether a prompt can be computed once: by full attention alone, without windows, soft caps and sinks."""
         mixers = [module for name, module in self.base.named_modules() if name.endswith((".self_attn", ".linear_attn"))]

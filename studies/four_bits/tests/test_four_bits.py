@@ -114,7 +114,8 @@ def test_an_early_end_leaves_fewer_seeds_and_no_fewer_methods() -> None:
     runs = [run for run in read_plan(STUDY / "study.yaml").runs if run.levels["rollouts"] == 128]
     main = [run.levels for run in runs if run.levels["order"] == 0 and "." not in str(run.levels["method"])]
     main = [levels for levels in main if levels["method"] in analysis.OWN_FORMAT]
-    assert [levels["seed"] for levels in main] == [seed for seed in range(200, 208) for _ in range(3)] + [*range(200, 208)]
+    seeds = [levels["seed"] for levels in main]
+    assert seeds == [seed for seed in range(200, 208) for _ in range(3)] + [*range(200, 208)]
     for seed in range(200, 208):
         assert {levels["method"] for levels in main if levels["seed"] == seed} == {
             "lora16",
