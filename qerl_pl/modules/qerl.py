@@ -51,8 +51,8 @@ class QeRLModule(PolicyModule):
             adapter trains; costs that share of a forward pass, and is unbiased. `true` takes all, `false` none.
         teacher: Model that on-policy distillation learns from, if the objective has it.
         share_prompts: The update computes a prompt once for the completions of it that a micro-batch has. Changes the
-            rounding of log-probabilities and gradients. Without effect on models with more than full attention: sliding
-            windows, soft caps, sinks, gated delta nets.
+            rounding of log-probabilities and gradients; on a GPU FlashAttention 2 computes attention then. Without
+            effect on models with more than full attention: sliding windows, soft caps, sinks, gated delta nets.
         settings: Of `PolicyModule`.
     """
 
