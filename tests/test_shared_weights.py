@@ -26,6 +26,7 @@ from qerl_pl.formats.nf4 import NF4Weight
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.models.families import family_of
 from qerl_pl.models.folder import TensorFiles, load_config
+from qerl_pl.policy import loading
 from qerl_pl.policy.loading import check_shared_weights, load_base
 from qerl_pl.policy.packing import Packing
 
@@ -221,19 +222,24 @@ def ups_before_gates(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("matrix", "change", "where"),
     [
-        ("gate_up_proj", last_scale, r"gate_up_proj, expert \d+"),
-        ("down_proj", last_scale, r"down_proj, expert \d+"),
-        ("gate_up_proj", exchange_experts, "gate_up_proj, expert 0"),
-        ("down_proj", exchange_experts, "down_proj, expert 0"),
-        ("gate_up_proj", ups_before_gates, "gate_up_proj, expert 0"),
+        ("gate_up_proj", last_scale, "experts 4 to 5"),
+        ("down_proj", last_scale, "experts 4 to 5"),
+        ("gate_up_proj", exchange_experts, "experts 0 to 1"),
+        ("down_proj", exchange_experts, "experts 0 to 1"),
+        ("gate_up_proj", ups_before_gates, "experts 0 to 1"),
     ],
 )
 def test_experts_that_are_read_otherwise_are_refused(
-    bases: dict[str, Path], matrix: str, change: Callable[[list[Tensor]], list[Tensor]], where: str
+    bases: dict[str, Path],
+    matrix: str,
+    change: Callable[[list[Tensor]], list[Tensor]],
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(loading, "EXPERTS_AT_ONCE", 2)
     shared, name = shared_of(bases["experts"]), f"{EXPERTS}.{matrix}"
     held = shared.experts[name].tensors()
     changed = change([held["weight"], held["weight_scale"], held["weight_scale_2"]])
     wrong = {**shared.experts, name: MarlinStack(MarlinTensor(*changed))}
-    with pytest.raises(UserError, match=f"first rows of {EXPERTS}.{where} differ by"):
+    with pytest.raises(UserError, match=f"first rows of {name}, {where} differ by"):
         check(bases["experts"], replace(shared, experts=wrong))

@@ -172,6 +172,8 @@ def _use_frozen_linears(
 
 TOLERANCE = 0.01
 """Largest relative difference of two tiles: rounding to bfloat16 makes 2e-3, another scale or another layout 1."""
+EXPERTS_AT_ONCE = 8
+"""Experts that are compared at once: a mixture has thousands, and one of them that differs shows among so many."""
 NEGLIGIBLE = 1e-4
 """Difference, over a matrix's largest weight, that does not count: Marlin reads the smallest blocks as zeros."""
 
@@ -220,11 +222,12 @@ def _tiles(
         tiles = all_stored.weight(matrix, torch.bfloat16, _place_beside(stack))
         # Experts that are stored one by one have gates and ups apart: the first rows of each.
         starts = (0, rows // 2) if matrix == GATE_UP and not experts.stored_in_stacks else (0,)
-        for expert in range(count):
-            expected, dense = (_expert(one, expert) for one in (tiles, stack))
-            size = len(expected) // len(starts)
-            tile = torch.cat([dense[start : start + size] for start in starts])
-            yield f"{name}, expert {expert}", expected, tile, dense.abs().max()
+        for first in range(0, count, EXPERTS_AT_ONCE):
+            last = min(first + EXPERTS_AT_ONCE, count)
+            expected, dense = (_experts(one, first, last) for one in (tiles, stack))
+            size = expected.shape[1] // len(starts)
+            tile = torch.cat([dense[:, start : start + size] for start in starts], dim=1)
+            yield f"{name}, experts {first} to {last - 1}", expected, tile, dense.abs().max()
 
 
 def _place_beside(weight: FrozenWeight | StackedWeight) -> Place:
@@ -233,7 +236,7 @@ def _place_beside(weight: FrozenWeight | StackedWeight) -> Place:
     return lambda tensor: tensor.to(device)
 
 
-def _expert(stack: StackedWeight, index: int) -> Tensor:
-    """The matrix of one expert, float32 [N, K]."""
-    alphas, dense = stack.alphas, stack.dense(index, index + 1, torch.bfloat16)[0].float()
-    return dense if alphas is None else dense * alphas[index]
+def _experts(stack: StackedWeight, first: int, last: int) -> Tensor:
+    """The matrices of some experts, float32 [last - first, N, K]."""
+    alphas, dense = stack.alphas, stack.dense(first, last, torch.bfloat16).float()
+    return dense if alphas is None else dense * alphas[first:last, None, None]
