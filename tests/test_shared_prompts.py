@@ -198,6 +198,20 @@ def test_a_policys_values_and_gradients_are_those_without_sharing(
         assert (other - one).norm() <= 1e-5 * one.norm()
 
 
+def test_a_prompts_experts_are_those_of_its_first_row(tmp_path: Path) -> None:
+    policy = make("qwen3-moe", tmp_path, replay_routing=True)
+    tokens, lengths, mask, groups = batch()
+    routing = torch.rand(6, WIDTH, 2, 6).argsort(-1)[..., :2].short()  # two of six experts in each of two layers
+    routing[3, :2], routing[4, :3] = routing[0, :2], routing[2, :3]
+    with torch.no_grad():
+        alone, together = (
+            policy.token_values(tokens, lengths, mask, 1.0, routing=routing, groups=one)[0] for one in (None, groups)
+        )
+        routed = policy.token_values(tokens, lengths, mask, 1.0)[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+    assert (routed - alone).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("name", ["gemma-2", "gpt-oss", "mistral", "qwen3.5"])
 def test_models_with_more_than_full_attention_do_not_share(name: str, tmp_path: Path) -> None:
     assert not make(name, tmp_path).shares_prompts
