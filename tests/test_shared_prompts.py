@@ -45,6 +45,12 @@ def test_a_packing_has_each_prompt_once() -> None:
     assert all(bounds.dtype == torch.int32 for bounds in (packing.cu_seqlens, found.cu_completions, found.cu_prompts))
 
 
+def test_a_completion_of_one_token_has_a_place() -> None:
+    packing = Packing.with_shared_prompts(torch.tensor([3, 6]), 6, torch.tensor([2, 3]), torch.tensor([0, 1]))
+    assert packing.cu_seqlens.tolist() == [0, 2, 3, 6, 9] and packing.shared is not None
+    assert packing.shared.cu_completions.tolist() == [0, 1, 4]
+
+
 def test_what_is_packed_and_padded_again_is_there_in_every_row() -> None:
     packing, values = shared(), torch.arange(4 * WIDTH).view(4, WIDTH) + 1
     values[2, :2], values[3, :3] = values[0, :2], values[1, :3]
@@ -242,7 +248,7 @@ def test_an_update_that_shares_prompts_is_the_one_that_does_not(tokens: int | No
     (plain, weights), (metrics, shared_weights) = results
     assert metrics.keys() == plain.keys() and metrics == pytest.approx(plain, rel=1e-3, abs=1e-5, nan_ok=True)
     torch.testing.assert_close(shared_weights, weights, rtol=1e-4, atol=1e-6)
-    assert sum(sizes[True]) < sum(sizes[False])
+    assert sum(sizes[True]) < sum(sizes[False]) and max(sizes[True]) <= (tokens or 26)
 
 
 def gpu_layout() -> tuple[Packing, Packing]:

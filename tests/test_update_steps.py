@@ -42,12 +42,13 @@ class FourNumbers(nn.Module):
         self.frozen = nn.Parameter(torch.ones(1, dtype=torch.float64), requires_grad=False)
         self.trained = SimpleNamespace(has_dropout=random)
         self.checkpointing = SimpleNamespace(
-            choose_mode=lambda tokens, ranks, longest: None,
+            choose_mode=lambda tokens, ranks, longest: self.chosen.append((tokens, longest)),
             run_with_oom_fallback=lambda work, parameters: work(),
             synchronize_mode=lambda ranks: None,
         )
         self.calls: list[tuple[list[int], bool, bool, bool]] = []
         self.drawn: list[float] = []
+        self.chosen: list[tuple[int, int]] = []
 
     def token_values(
         self,
@@ -261,6 +262,24 @@ def test_tokens_of_the_largest_micro_batch(
 ) -> None:
     update = PolicyUpdate(GRPO(), 1, minibatches, most, 1.0, 0.0, SEED)
     assert update.max_micro_batch_tokens(torch.tensor(lengths, dtype=torch.int64), len(lengths)) == expected
+
+
+@pytest.mark.parametrize(("most", "expected"), [(None, (23, 7)), (8, (8, 7))])
+def test_activations_are_saved_by_the_largest_micro_batch_and_the_longest_row(
+    most: int | None, expected: tuple[int, int]
+) -> None:
+    policy = FourNumbers()
+    updated(policy, PolicyUpdate(GRPO(beta=0.0), 1, 1, most, 1.0, 0.0, SEED), experience_of())
+    assert policy.chosen == [expected]
+
+
+def test_minibatches_divide_the_completions_and_a_share_is_at_most_all() -> None:
+    PolicyUpdate(GRPO(), minibatches=3).check_divides(6)
+    with pytest.raises(UserError, match="got 3 and 7"):
+        PolicyUpdate(GRPO(), minibatches=3).check_divides(7)
+    for share in (-0.1, 1.5):
+        with pytest.raises(UserError, match=rf"got {share}"):
+            PolicyUpdate(GRPO(), reference_share=share)
 
 
 def test_the_kl_of_one_completion_is_its_own_whatever_the_share() -> None:

@@ -85,8 +85,9 @@ ROOMS = {
         ("collecting", "collecting_ranks", "parity_check", "evaluator"),
     ),
     "update": Room(
-        tuple(f"qerl_pl/modules/{name}.py" for name in ("update", "packed_layers")),
-        ("update_steps", "packing", "update", "update_ranks", "recompute"),
+        ("qerl_pl/modules/update.py", "qerl_pl/policy/packing.py"),
+        ("update_steps", "update_ranks", "packing", "shared_prompts", "recompute", "distillation", "replay"),
+        "not comes_closer and not resumed_run and not of_a_dialogue and not engines_say",
     ),
 }
 
@@ -183,7 +184,7 @@ def lay_out(room: Room, folder: Path) -> None:
 
 def mutmut(folder: Path, *arguments: str, output: int | None = None) -> str:
     # One thread a process, and no GPU: PyTorch can then be forked. Children of a test find the mutants first, too.
-    search = os.pathsep.join(str(folder / "mutants" / path) for path in ("", "tests"))
+    search = os.pathsep.join([*(str(folder / "mutants" / path) for path in ("", "tests")), str(Path(__file__).parent)])
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": search}
     command = [str(Path(sys.executable).parent / "mutmut"), *arguments]
     done = subprocess.run(command, cwd=folder, env=os.environ | environment, check=True, text=True, stdout=output)
