@@ -36,7 +36,18 @@ def test_a_packing_has_each_prompt_once() -> None:
     assert packing.index.tolist() == [*range(5), *range(8, 15), 18, 19, 27, 28, 29]
     assert packing.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 2, 3, 3, 4, 5]
     assert packing.cu_seqlens.tolist() == [0, 2, 5, 8, 12, 14, 17] and packing.max_seqlen == 4
-    assert packing.places is not None and packing.places[12:].tolist() == [0, 1, 12, 13, 5, 6, 7, 14, 15, 16]
+    assert packing.packed_index is not None and packing.packed_index[12:].tolist() == [
+        0,
+        1,
+        12,
+        13,
+        5,
+        6,
+        7,
+        14,
+        15,
+        16,
+    ]
     found = packing.shared
     assert found is not None and (found.max_completion, found.max_prompt) == (4, 3)
     assert found.completions.tolist() == [2, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16]

@@ -72,8 +72,7 @@ __all__ = [
     "AdaptedWeight", "Backend", "DECODE_GEMM_MAX_TOKENS", "DenseStack", "DenseWeight", "ExpertBiases", "FrozenWeight",
     "LoraFactors", "MXFP4Stack", "MXFP4Tensor", "MXFP4Weight", "MarlinRows", "MarlinStack", "MarlinTensor",
     "NVFP4Stack", "NVFP4Tensor", "NVFP4Weight", "SharedPrompts", "StackedWeight", "addend_checkpoint_contexts",
-    "backend_for",
-    "check_flash_linear_attention", "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu",
+    "backend_for", "check_flash_linear_attention", "chunked_reverse_kl", "chunked_token_logprobs", "clamped_swiglu",
     "clamped_swiglu_reference", "compile_decode_gemm",
     "decode_gemm_linear", "decode_gemm_linear_reference", "decode_gemm_measured", "decode_gemm_sizes",
     "decode_gemm_supported",
@@ -82,6 +81,5 @@ __all__ = [
     "mixture_of_experts", "nvfp4_global_scale", "quantize_mxfp4", "quantize_nvfp4", "rms_norm",
     "rotary", "sample_tokens", "select_backend", "select_backend_of", "selected_backend",
     "selective_checkpoint_contexts", "shared_prompt_attention", "silu_product", "triton_available", "varlen_attention",
-    "without_last_addend",
-    "without_saving_products",
+    "without_last_addend", "without_saving_products",
 ]  # fmt: skip

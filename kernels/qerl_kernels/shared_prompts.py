@@ -17,7 +17,7 @@ from qerl_kernels.selective_checkpointing import save_products
 
 
 class SharedPrompts(NamedTuple):
-    """Places of B completions and of their prompts among S packed tokens."""
+    """Indices of B completions and of their prompts among S packed tokens."""
 
     completions: Tensor
     """Of the completions' C tokens, one completion after the other, int64 [C]."""
@@ -115,5 +115,5 @@ class _SharedPromptAttention(torch.autograd.Function):
 
 
 def _added(total: Tensor, index: Tensor, more: Tensor) -> Tensor:
-    """total, with rows of `more` added at places that may repeat, in float32."""
+    """total, with rows of `more` added at indices that may repeat, in float32."""
     return total.float().index_add_(0, index, more.float()).to(total.dtype)

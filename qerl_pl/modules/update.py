@@ -172,6 +172,7 @@ class RunningUpdate:
         self.completions = len(self.token_counts)
         shared = settings.share_prompts and policy.shares_prompts
         self.prompts = Prompts.of(experience.tokens, self.mask) if shared else None
+        """Of this rank's rows, where they are computed once."""
         self.old = torch.zeros_like(experience.sampler_logprobs)
         """Log-probabilities by the policy before the update [B, T]; the first step fills in its own rows."""
         self.reference: Tensor | None = None

@@ -124,15 +124,15 @@ class Packing:
     mask: Tensor
     """bool [B, T]: real tokens of the padded batch."""
     index: Tensor
-    """Place of each packed token in the padded batch, whose rows follow each other, int64 [S]."""
+    """Index of each packed token in the flattened padded batch [B * T], int64 [S]."""
     positions: Tensor
     """Position of each token in its sequence, int64 [S]."""
     cu_seqlens: Tensor
     """Cumulative lengths, int32: of the sequences [B + 1], or of prompts and completions, each by itself."""
     max_seqlen: int
     """Tokens of the longest of them."""
-    places: Tensor | None = None
-    """Place among the packed tokens of each real one of the padded batch, int64; None if they are the same ones."""
+    packed_index: Tensor | None = None
+    """Index among the packed tokens of each real token of the padded batch, int64; None if they are the same ones."""
     shared: SharedPrompts | None = None
     """Where the completions' prompts are; None if each sequence has its own."""
     routing: Tensor | None = None
@@ -156,20 +156,21 @@ class Packing:
             groups: int64 [B], equal for rows that begin with the same prompt.
         """
         rows, at = torch.arange(len(lengths), device=lengths.device), torch.arange(width, device=lengths.device)
-        first = (groups[:, None] == groups).int().argmax(dim=1)  # row that has the prompt
+        first = (groups[:, None] == groups).int().argmax(dim=1)  # row whose prompt is packed
+        is_first = first == rows
         mask, in_prompt = at < lengths[:, None], at < prompts[:, None]
-        kept = mask & (~in_prompt | (first == rows)[:, None])
-        place = (kept.flatten().cumsum(0) - 1).view(kept.shape)
-        place = torch.where(in_prompt, place[first], place)
-        index, completions = kept.flatten().nonzero().squeeze(1), lengths - prompts
-        parts = torch.stack((prompts * (first == rows), completions), dim=1).flatten()
+        packed = mask & (~in_prompt | is_first[:, None])
+        packed_index = (packed.flatten().cumsum(0) - 1).view(packed.shape)
+        packed_index = torch.where(in_prompt, packed_index[first], packed_index)
+        index, completions = packed.flatten().nonzero().squeeze(1), lengths - prompts
+        parts = torch.stack((prompts * is_first, completions), dim=1).flatten()
         lengths_of_parts = parts[parts > 0]
         shared = SharedPrompts(
-            place[mask & ~in_prompt], place[in_prompt], _cumulative(completions), _cumulative(prompts),
+            packed_index[mask & ~in_prompt], packed_index[in_prompt], _cumulative(completions), _cumulative(prompts),
             int(completions.max()), int(prompts.max()),
         )  # fmt: skip
         bounds = _cumulative(lengths_of_parts), int(lengths_of_parts.max())
-        return cls(mask, index, index % width, *bounds, place[mask], shared)
+        return cls(mask, index, index % width, *bounds, packed_index[mask], shared)
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, T, ...] -> [S, ...]."""
@@ -177,13 +178,13 @@ class Packing:
 
     def pad(self, packed: Tensor) -> Tensor:
         """[S, ...] -> [B, T, ...], zeros where nothing is, a prompt in each of its rows."""
-        values = packed if self.places is None else packed[self.places]
+        values = packed if self.packed_index is None else packed[self.packed_index]
         return packed.new_zeros(*self.mask.shape, *packed.shape[1:]).index_put((self.mask,), values)
 
     def before(self, chosen: Tensor) -> Tensor:
-        """Places of the tokens before the M chosen ones: bool [B, T], False at position 0 -> int64 [M]."""
+        """Packed indices of the tokens before the M chosen ones: bool [B, T], False at position 0 -> int64 [M]."""
         real = chosen[self.mask].nonzero().squeeze(1) - 1
-        return real if self.places is None else self.places[real]
+        return real if self.packed_index is None else self.packed_index[real]
 
 
 def _cumulative(lengths: Tensor) -> Tensor:
