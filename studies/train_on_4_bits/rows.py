@@ -48,7 +48,7 @@ def write_rows(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 def add_row(path: Path, row: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Add a row to the file, which other processes may have changed, and return all rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path):  # which is replaced at the end of the block
+    with FileLock(path.with_name(f".{path.name}.lock")):  # not the rows: some versions of filelock empty what they lock
         rows = read_rows(path) | {row["run"]: row}
         write_rows(path, rows)
     return rows

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from qerl_pl.errors import UserError
+from studies.train_on_4_bits import rows
 from studies.train_on_4_bits.__main__ import main
 from studies.train_on_4_bits.plan import Plan, Run
-from studies.train_on_4_bits.rows import read_rows
+from studies.train_on_4_bits.rows import add_row, read_rows
 from studies.train_on_4_bits.runner import Limits, Runner
 from studies.train_on_4_bits.tests.test_study import plan_of
 
@@ -55,6 +57,20 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     monkeypatch.setattr(Process, "made", [])
     monkeypatch.setattr(subprocess, "Popen", Process)
     return Process.made
+
+
+def test_a_lock_that_truncates_its_file_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TruncatingLock(FileLock):
+        """As some versions of filelock."""
+
+        def __init__(self, path: Path) -> None:
+            path.write_bytes(b"")
+            super().__init__(path)
+
+    monkeypatch.setattr(rows, "FileLock", TruncatingLock)
+    for name in ("first", "second"):
+        add_row(tmp_path / "rows.jsonl", {"run": name})
+    assert list(read_rows(tmp_path / "rows.jsonl")) == ["first", "second"]
 
 
 def test_two_processes_of_a_study_keep_each_others_rows(tmp_path: Path) -> None:
