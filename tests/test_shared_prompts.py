@@ -33,32 +33,20 @@ def shared() -> Packing:
 
 def test_a_packing_has_each_prompt_once() -> None:
     packing = shared()
-    assert packing.index.tolist() == [*range(5), *range(8, 15), 18, 19, 27, 28, 29]
-    assert packing.positions.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6, 2, 3, 3, 4, 5]
-    assert packing.cu_seqlens.tolist() == [0, 2, 5, 8, 12, 14, 17] and packing.max_seqlen == 4
-    assert packing.packed_index is not None and packing.packed_index[12:].tolist() == [
-        0,
-        1,
-        12,
-        13,
-        5,
-        6,
-        7,
-        14,
-        15,
-        16,
-    ]
+    assert packing.index.tolist() == [0, 1, 8, 9, 10, *range(2, 5), 18, 19, *range(11, 15), *range(27, 30)]
+    assert packing.positions.tolist() == [0, 1, 0, 1, 2, 2, 3, 4, 2, 3, 3, 4, 5, 6, 3, 4, 5]
+    assert packing.cu_seqlens.tolist() == [0, 2, 5, 8, 10, 14, 17] and packing.max_seqlen == 4
+    rows = [[0, 1, 5, 6, 7], [2, 3, 4, 10, 11, 12, 13], [0, 1, 8, 9], [2, 3, 4, 14, 15, 16]]
+    assert packing.packed_index is not None and packing.packed_index.tolist() == sum(rows, [])
     found = packing.shared
-    assert found is not None and (found.max_completion, found.max_prompt) == (4, 3)
-    assert found.completions.tolist() == [2, 3, 4, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-    assert found.prompts.tolist() == [0, 1, 5, 6, 7, 0, 1, 5, 6, 7]
-    assert found.cu_completions.tolist() == [0, 3, 7, 9, 12] and found.cu_prompts.tolist() == [0, 2, 5, 7, 10]
+    assert found is not None and (found.tokens, found.max_prompt, found.max_completions) == (5, 3, 7)
+    assert found.cu_prompts.tolist() == [0, 2, 5] and found.cu_completions.tolist() == [0, 5, 12]
     assert all(bounds.dtype == torch.int32 for bounds in (packing.cu_seqlens, found.cu_completions, found.cu_prompts))
 
 
 def test_a_completion_of_one_token_has_a_place() -> None:
     packing = Packing.with_shared_prompts(torch.tensor([3, 6]), 6, torch.tensor([2, 3]), torch.tensor([0, 1]))
-    assert packing.cu_seqlens.tolist() == [0, 2, 3, 6, 9] and packing.shared is not None
+    assert packing.cu_seqlens.tolist() == [0, 2, 5, 6, 9] and packing.shared is not None
     assert packing.shared.cu_completions.tolist() == [0, 1, 4]
 
 
@@ -71,7 +59,7 @@ def test_what_is_packed_and_padded_again_is_there_in_every_row() -> None:
 def test_the_tokens_before_the_first_of_two_completions_are_one() -> None:
     chosen = torch.zeros(4, WIDTH, dtype=torch.bool)
     chosen[0, 2:5], chosen[2, 2], chosen[3, 5] = True, True, True
-    assert shared().before(chosen).tolist() == [1, 2, 3, 1, 15]
+    assert shared().before(chosen).tolist() == [1, 5, 6, 1, 15]
 
 
 def test_prompts_are_what_precedes_the_first_masked_token() -> None:

@@ -1,9 +1,12 @@
-"""Causal attention of packed completions of which several share a prompt, whose tokens are there once.
+"""Causal attention of packed completions whose prompts are there once.
 
 A completion's token attends to the prompt and to what precedes it in the completion. Flash attention computes either
 part with the logarithm of each row's sum of exponentials, by which both are combined (Hydragen, arXiv 2402.05099). Its
 backward operation computes weights from scores and logarithm, and needs the sum of gradient times result: given the
 combined logarithm and result, it gives each part's share of the gradients.
+
+All prompts come first, then all completions, those of a prompt next to each other. So both parts are slices: gathered
+rows would have to be added again in backward, for which deterministic PyTorch sorts their indices.
 """
 
 from typing import Any, NamedTuple
@@ -17,21 +20,18 @@ from qerl_kernels.selective_checkpointing import save_products
 
 
 class SharedPrompts(NamedTuple):
-    """Indices of B completions and of their prompts among S packed tokens."""
+    """Layout of S packed tokens: those of G prompts, then those of their completions in the same order."""
 
-    completions: Tensor
-    """Of the completions' C tokens, one completion after the other, int64 [C]."""
-    prompts: Tensor
-    """Of the P tokens of each completion's prompt, one after the other, int64 [P]: a prompt has as many as completions.
-    """
-    cu_completions: Tensor
-    """Cumulative lengths of the completions, int32 [B + 1]."""
+    tokens: int
+    """Of all prompts."""
     cu_prompts: Tensor
-    """Cumulative lengths of each completion's prompt, int32 [B + 1]."""
-    max_completion: int
-    """Tokens of the longest completion."""
+    """Cumulative lengths of the prompts, int32 [G + 1]."""
+    cu_completions: Tensor
+    """Cumulative tokens of each prompt's completions, int32 [G + 1]."""
     max_prompt: int
     """Tokens of the longest prompt."""
+    max_completions: int
+    """Most tokens of a prompt's completions."""
 
 
 def shared_prompt_attention(
@@ -53,7 +53,7 @@ def shared_prompt_attention(
         value: As `key`.
         cu_seqlens: Cumulative lengths of the prompts and completions, each by itself, int32.
         max_seqlen: Tokens of the longest of them.
-        shared: Where they are.
+        shared: Which tokens are of which prompt.
         scale: Softmax scale; by default 1 / sqrt(head size).
 
     Returns:
@@ -77,23 +77,23 @@ class _SharedPromptAttention(torch.autograd.Function):
     ) -> Tensor:
         query, key, value = (tensor.contiguous() for tensor in (query, key, value))
         no_dropout, causal, no_debugging = 0.0, True, False
-        lengths = (shared.cu_completions, shared.cu_prompts, shared.max_completion, shared.max_prompt)
+        lengths = (shared.cu_completions, shared.cu_prompts, shared.max_completions, shared.max_prompt)
         ctx.own = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, no_dropout, causal)
         ctx.across = (*lengths, no_dropout, not causal)
         ctx.own_options = {"scale": scale, "window_size_left": -1, "window_size_right": 0}
         ctx.across_options = {"scale": scale, "window_size_left": -1, "window_size_right": -1}
-        ctx.shared = shared
+        ctx.prompts, ctx.completions = slice(shared.tokens), slice(shared.tokens, None)
 
         def attend() -> tuple[Tensor, ...]:
-            operation, at = torch.ops.aten._flash_attention_forward, shared.completions
+            operation = torch.ops.aten._flash_attention_forward
             out, log_sum, *random, _ = operation(query, key, value, *ctx.own, no_debugging, **ctx.own_options)
-            rows = query[at], key[shared.prompts], value[shared.prompts]
+            rows = query[ctx.completions], key[ctx.prompts], value[ctx.prompts]
             of_prompt, log_prompt, *_ = operation(*rows, *ctx.across, no_debugging, **ctx.across_options)
-            log_own = log_sum[:, at]
+            own, log_own = out[ctx.completions], log_sum[:, ctx.completions]
             total = torch.logaddexp(log_own, log_prompt)
             share = (log_own - total).exp().t()[:, :, None]
-            out[at] = (share * out[at] + (1 - share) * of_prompt).to(out.dtype)  # in float32, rounded once
-            log_sum[:, at] = total
+            own.copy_((of_prompt * (1 - share)).addcmul_(own, share))  # in float32, rounded once
+            log_own.copy_(total)
             return out, log_sum, *random
 
         results = save_products(attend)
@@ -104,16 +104,12 @@ class _SharedPromptAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_sum, *random = ctx.saved_tensors
-        at, prompts = ctx.shared.completions, ctx.shared.prompts
+        prompts, completions = ctx.prompts, ctx.completions
         tensors = (grad, query, key, value, out, log_sum)
-        of_query, *of_keys = flash_gradients(*tensors, ctx.own, random, ctx.own_options)
-        tensors = (grad[at], query[at], key[prompts], value[prompts], out[at], log_sum[:, at])
-        of_completions, *of_prompts = flash_gradients(*tensors, ctx.across, random, ctx.across_options)
-        of_query[at] += of_completions
-        of_key, of_value = (_added(total, prompts, more) for total, more in zip(of_keys, of_prompts, strict=True))
-        return of_query, of_key, of_value, None, None, None, None
-
-
-def _added(total: Tensor, index: Tensor, more: Tensor) -> Tensor:
-    """total, with rows of `more` added at indices that may repeat, in float32."""
-    return total.float().index_add_(0, index, more.float()).to(total.dtype)
+        gradients = flash_gradients(*tensors, ctx.own, random, ctx.own_options)
+        of_completions = (grad[completions], query[completions], key[prompts], value[prompts], out[completions])
+        log_sums = log_sum[:, completions].contiguous()
+        more = flash_gradients(*of_completions, log_sums, ctx.across, random, ctx.across_options)
+        for total, part, rows in zip(gradients, more, (completions, prompts, prompts), strict=True):
+            total[rows].add_(part)
+        return *gradients, None, None, None, None

@@ -119,7 +119,7 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Layout of B sequences concatenated to S tokens, their prompts included, or each different prompt once."""
+    """Layout of B sequences concatenated to S tokens: their prompts included, or first each different prompt once."""
 
     mask: Tensor
     """bool [B, T]: real tokens of the padded batch."""
@@ -134,7 +134,7 @@ class Packing:
     packed_index: Tensor | None = None
     """Index among the packed tokens of each real token of the padded batch, int64; None if they are the same ones."""
     shared: SharedPrompts | None = None
-    """Where the completions' prompts are; None if each sequence has its own."""
+    """Which completions have which prompt; None if each sequence has its own."""
     routing: Tensor | None = None
     """Experts that the sampler chose in each layer, int64 [layers, S, k], -1 for none; None: the router selects."""
 
@@ -157,20 +157,25 @@ class Packing:
         """
         rows, at = torch.arange(len(lengths), device=lengths.device), torch.arange(width, device=lengths.device)
         first = (groups[:, None] == groups).int().argmax(dim=1)  # row whose prompt is packed
-        is_first = first == rows
-        mask, in_prompt = at < lengths[:, None], at < prompts[:, None]
-        packed = mask & (~in_prompt | is_first[:, None])
-        packed_index = (packed.flatten().cumsum(0) - 1).view(packed.shape)
-        packed_index = torch.where(in_prompt, packed_index[first], packed_index)
-        index, completions = packed.flatten().nonzero().squeeze(1), lengths - prompts
-        parts = torch.stack((prompts * is_first, completions), dim=1).flatten()
-        lengths_of_parts = parts[parts > 0]
+        order = first.argsort(stable=True)  # the rows of a group next to each other
+        in_prompt, real = at < prompts[:, None], at < lengths[:, None]
+        prompt, completion = in_prompt & (first == rows)[:, None], (real & ~in_prompt)[order]
+        row, column = completion.nonzero(as_tuple=True)
+        index = torch.cat((prompt.flatten().nonzero().squeeze(1), order[row] * width + column))
+        before = len(index) - len(row)
+        packed_prompt = prompt.flatten().cumsum(0).view(prompt.shape)[first]
+        packed_completion = completion.flatten().cumsum(0).view(completion.shape)[order.argsort()] + before
+        packed_index = torch.where(in_prompt, packed_prompt, packed_completion) - 1
+        of_prompts, completions = prompts[first == rows], (lengths - prompts)[order]
+        is_last = functional.pad(first[order].diff() != 0, (0, 1), value=True)
+        cu_completions = functional.pad(completions.cumsum(0)[is_last], (1, 0))
         shared = SharedPrompts(
-            packed_index[mask & ~in_prompt], packed_index[in_prompt], _cumulative(completions), _cumulative(prompts),
-            int(completions.max()), int(prompts.max()),
+            before, _cumulative(of_prompts), cu_completions.int(), int(of_prompts.max()),
+            int(cu_completions.diff().max()),
         )  # fmt: skip
-        bounds = _cumulative(lengths_of_parts), int(lengths_of_parts.max())
-        return cls(mask, index, index % width, *bounds, packed_index[mask], shared)
+        parts = torch.cat((of_prompts, completions))
+        bounds = _cumulative(parts), int(parts.max())
+        return cls(real, index, index % width, *bounds, packed_index[real], shared)
 
     def pack(self, padded: Tensor) -> Tensor:
         """[B, T, ...] -> [S, ...]."""
