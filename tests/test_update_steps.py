@@ -62,6 +62,8 @@ class FourNumbers(nn.Module):
         teacher: None,
         groups: None,
     ) -> TokenValues:
+        if not mask.any():  # as `Policy`, without a gradient
+            return TokenValues(*torch.zeros(2, *mask.shape, dtype=torch.float64))
         self.calls.append((lengths.tolist(), self.training, torch.is_grad_enabled(), reference))
         if self.trained.has_dropout and self.training:
             self.drawn.append(torch.rand(1).item())
@@ -153,7 +155,7 @@ class Plain:
                 up, down = ([o + sign * (i == index) for i, o in enumerate(odds)] for sign in (1e-5, -1e-5))
                 slopes.append((self.loss(up, rows) - self.loss(down, rows)) / 2e-5)
             norm = math.sqrt(sum(slope**2 for slope in slopes))
-            factor = min(1.0, self.max_norm / norm)
+            factor = min(1.0, self.max_norm / (norm or 1.0))
             odds = [value - rate * factor * slope for value, slope in zip(odds, slopes, strict=True)]
             sums["norm"] += norm
             sums["rate"] += rate
@@ -337,11 +339,56 @@ def test_dropout_has_the_stream_of_its_version_and_rank(rank: int, names: tuple[
     assert drawn[0] == drawn[1] == [torch.rand(1, generator=generator).item() for _ in range(2)] != drawn[2]
 
 
+@pytest.fixture
+def half_without_advantage(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the completions that have one."""
+    monkeypatch.setitem(globals(), "ADVANTAGES", [1.0, 0.0, 0.5, 0.0, 0.0, -2.0])
+    return [4, 3, 3]
+
+
+@pytest.mark.parametrize("objective", [GRPO(), BNPO(), DrGRPO()])
+@pytest.mark.parametrize("minibatches", [1, 2, 6])
+def test_completions_without_an_advantage_count_and_are_not_computed(
+    objective: Objective, minibatches: int, half_without_advantage: list[int]
+) -> None:
+    policy = FourNumbers()
+    metrics = updated(policy, PolicyUpdate(objective, 2, minibatches, None, 100.0, 1.0, SEED), experience_of())
+    odds, means = Plain(objective.aggregation, 0.0, 100.0).run(steps_of(2, minibatches))
+    assert policy.odds.tolist() == pytest.approx(odds, abs=1e-6)
+    assert metrics["optim/loss"] == pytest.approx(means["loss"], abs=1e-6)
+    assert metrics["optim/grad_norm"] == pytest.approx(means["norm"], abs=1e-6)
+    trained = sorted(length for rows, _, grad, _ in policy.calls for length in rows if grad)
+    assert trained == sorted(2 * half_without_advantage)
+    assert all(7 not in rows for rows, *_ in policy.calls)
+
+
+@pytest.mark.parametrize("objective", [GRPO(), GRPO(entropy_coefficient=0.1), GRPO(beta=0.1)])
+@pytest.mark.usefixtures("half_without_advantage")
+def test_a_step_without_an_advantage_still_has_momentum(
+    objective: Objective, half_without_advantage: list[int]
+) -> None:
+    class Thorough(type(objective)):  # type: ignore[misc]
+        """Computes all completions."""
+
+        has_other_terms = True
+
+    found = []
+    for one in (objective, Thorough(**vars(objective))):
+        policy = FourNumbers()
+        optimizer = torch.optim.Adam([policy.odds, policy.frozen], lr=0.1)
+        update = PolicyUpdate(one, 2, 6, None, 1.0, 0.0, SEED)
+        metrics = update.run(policy, experience_of(), optimizer, LambdaLR(optimizer, lambda step: 1.0))  # type: ignore[arg-type]
+        found.append((policy.odds.tolist(), metrics["optim/grad_norm"]))
+    assert found[0][0] == pytest.approx(found[1][0]) and found[0][1] == pytest.approx(found[1][1])
+
+
 @pytest.mark.parametrize("dealt", [[[0, 3, 4], [1, 2, 5]], [[5, 1], []], [[4], [0, 2], [1, 3, 5]]])
 @pytest.mark.parametrize("minibatches", [1, 2, 6])
-def test_ranks_take_together_the_steps_of_one(dealt: list[list[int]], minibatches: int) -> None:
+@pytest.mark.parametrize("beta", [0.3, 0.0])
+@pytest.mark.usefixtures("half_without_advantage")
+def test_ranks_take_together_the_steps_of_one(dealt: list[list[int]], minibatches: int, beta: float) -> None:
     rows = sorted(row for hand in dealt for row in hand)
-    update = PolicyUpdate(BNPO(beta=0.3), 2, minibatches, 6, 0.5, True, SEED)
+    update = PolicyUpdate(BNPO(beta=beta), 2, minibatches, 6, 0.5, True, SEED)
     alone = FourNumbers()
     expected = updated(alone, update, experience_of(rows))
 
@@ -363,7 +410,8 @@ def test_the_entropys_gradient_is_there_where_it_is_rewarded(objective: Objectiv
     metrics = updated(policy, update, experience)
     assert (policy.odds.tolist() != ODDS) == moves
     probabilities = [math.exp(logprob(ODDS, token)) for token in range(4)]
-    assert metrics["policy/entropy"] == pytest.approx(-sum(p * math.log(p) for p in probabilities))
+    entropy = -sum(p * math.log(p) for p in probabilities) if moves else math.nan  # nothing was computed
+    assert metrics["policy/entropy"] == pytest.approx(entropy, nan_ok=True)
 
 
 class Infinite(GRPO):

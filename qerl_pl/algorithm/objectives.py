@@ -177,6 +177,11 @@ class Objective(ABC):
         """Whether the loss needs `LossInputs.teacher_kl`, with its gradient."""
         return self.needs_teacher and self.distillation_divergence == "full_vocabulary"
 
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether a completion has a gradient without an advantage: a KL penalty, an entropy bonus, a teacher."""
+        return self.needs_reference or self.needs_entropy or self.needs_teacher
+
     def advantages(self, scores: Scores, group_size: int) -> tuple[Tensor, Tensor]:
         """Advantages [B], of the summed rewards or GDPO's, and each group's `signal`; errors as `group_advantages`."""
         return advantages_and_signal(scores, group_size, self.advantage_norm, self.multi_objective_aggregation)

@@ -85,7 +85,7 @@ class SFTModule(PolicyModule):
         sums = policy.checkpointing.run_with_oom_fallback(
             lambda: self._accumulate(micro_batches, batch.trained_tokens), parameters
         )
-        ranks.all_reduce(gradients(parameters, ranks))
+        ranks.all_reduce(gradients(parameters, ranks.size > 1))
         nll, entropy = (math.fsum(parts) for parts in zip(*ranks.all_gather(sums), strict=True))
         norm = clip_and_step(optimizer, parameters, self.max_grad_norm, nll)
         lr = optimizer.param_groups[0]["lr"]

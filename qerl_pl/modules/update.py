@@ -167,6 +167,8 @@ class RunningUpdate:
         self.parameters = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         self.mask = self.objective.training_mask(experience.mask, experience.truncated)
         """Tokens that train, bool [B, T]."""
+        self.has_gradient = (experience.advantages != 0) | self.objective.has_other_terms
+        """Of this rank's rows, bool [B]; the others are not computed, and count in the loss's denominator alone."""
         self.indices, self.token_counts = self._gather_indices()
         """Indices of this rank's rows among all ranks' completions [B]; trained tokens of all completions [N]."""
         self.completions = len(self.token_counts)
@@ -189,6 +191,7 @@ class RunningUpdate:
         policy.checkpointing.choose_mode(largest, self.ranks, longest)
         minibatches = list(settings.minibatch_indices(experience.version, self.completions))
         local = [local_rows(minibatch, self.indices, self.completions) for minibatch in minibatches]
+        local = [rows[self.has_gradient[rows]] for rows in local]
         self._precompute_logprobs(local[0])
         totals: dict[str, float] = defaultdict(float)
         policy.train()
@@ -199,7 +202,7 @@ class RunningUpdate:
             weights = self.objective.weights(self.mask[rows], experience.max_tokens, *sizes)
             sums = self._accumulate(rows, weights, step == 0 and not policy.trained.has_dropout)
             if tokens > 0:  # else no rank has a gradient
-                self.ranks.all_reduce(gradients(self.parameters, self.ranks))
+                self.ranks.all_reduce(gradients(self.parameters, self.ranks.size > 1 or not len(rows)))
             for rank_sums in self.ranks.all_gather(dict(sums)):
                 for name, value in rank_sums.items():
                     totals[name] += value
@@ -258,7 +261,7 @@ class RunningUpdate:
 
     def _precompute_logprobs(self, first_rows: Tensor) -> None:
         """Old and reference log-probabilities; without dropout the first step computes its rows' old ones itself."""
-        needs_old = torch.ones(len(self.experience), dtype=torch.bool, device=self.mask.device)
+        needs_old = self.has_gradient.clone()
         if not self.policy.trained.has_dropout:
             needs_old[first_rows] = False
         self.old = self._frozen_logprobs(needs_old.nonzero().squeeze(1))
@@ -267,6 +270,7 @@ class RunningUpdate:
             seed = stream_seed(self.settings.seed, "kl", self.experience.version)
             sample = sampled_indices(share, self.completions, seed)
             rows = local_rows(sample, self.indices, self.completions)
+            rows = rows[self.has_gradient[rows]]
             self.reference = self._frozen_logprobs(rows, reference=True)
             self.kl_rows[rows], self.kl_scale = True, self.completions / max(len(sample), 1)
 
@@ -326,9 +330,9 @@ def clip_and_step(
     return norm
 
 
-def gradients(parameters: list[nn.Parameter], ranks: Communicator) -> list[Tensor]:
-    """Gradients to reduce; zeros on a rank whose completions have none."""
-    if ranks.size > 1:
+def gradients(parameters: list[nn.Parameter], filled: bool) -> list[Tensor]:
+    """Gradients to reduce; `filled`, zeros where there is none."""
+    if filled:
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
