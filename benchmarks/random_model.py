@@ -22,6 +22,7 @@ from qerl_pl.toy.tokenizer import build_tokenizer
 
 SHAPES = {  # hidden, intermediate, layers, heads, key/value heads, vocabulary
     "tiny": (256, 512, 2, 4, 2, 512),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936),
     "3b": (2048, 11008, 36, 16, 2, 151936),
     "7b": (3584, 18944, 28, 28, 4, 152064),
     "8b": (4096, 12288, 36, 32, 8, 151936),
