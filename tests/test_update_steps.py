@@ -364,9 +364,7 @@ def test_completions_without_an_advantage_count_and_are_not_computed(
 
 @pytest.mark.parametrize("objective", [GRPO(), GRPO(entropy_coefficient=0.1), GRPO(beta=0.1)])
 @pytest.mark.usefixtures("half_without_advantage")
-def test_a_step_without_an_advantage_still_has_momentum(
-    objective: Objective, half_without_advantage: list[int]
-) -> None:
+def test_a_step_without_an_advantage_still_has_momentum(objective: Objective) -> None:
     class Thorough(type(objective)):  # type: ignore[misc]
         """Computes all completions."""
 

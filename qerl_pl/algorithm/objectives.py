@@ -1,7 +1,7 @@
 """Training objectives, as configured from YAML: each combines terms of `qerl_pl.algorithm.losses`.
 
-A new objective is a subclass of `Objective` that sets `aggregation`, its defaults and, if needed, `_ratio` and
-`_surrogate`.
+A new objective is a subclass of `Objective` that sets `aggregation`, its defaults and, if needed, `_ratio`,
+`_surrogate` and `has_other_terms`.
 """
 
 import math
