@@ -54,7 +54,7 @@ test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentat
 suite: $(VENV)/.installed-vllm
 	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --timeout 300
 
-mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: half an hour, part of nightly
+mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour or two, part of nightly
 	$(BIN)/python tools/mutation.py
 
 # Every test of a part runs before the command fails.

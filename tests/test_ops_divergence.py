@@ -29,7 +29,7 @@ def plain(hidden, head, theirs, their_head, *rest):
     return reverse_kl(hidden, head, theirs, their_head[: len(head)], *rest)
 
 
-@pytest.mark.parametrize(("temperature", "caps"), zip((0.6, 1.0, 0.6), CAPS.values(), strict=True), ids=CAPS)
+@pytest.mark.parametrize(("temperature", "caps"), list(zip((0.6, 1.0, 0.6), CAPS.values(), strict=True)), ids=CAPS)
 @pytest.mark.parametrize(("tokens", "vocabulary", "chunk"), [(1, 17, 8), (9, 5000, 4), (7, 4096, 7)])
 @pytest.mark.parametrize("trained", [("hidden",), ("hidden", "head"), ("head",)], ids="+".join)
 def test_divergence_and_gradients_equal_the_plain_ones(tokens, vocabulary, chunk, temperature, caps, trained):

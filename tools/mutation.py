@@ -56,7 +56,7 @@ ROOMS = {
     ),
     "kernels": Room(
         ("qerl_kernels/reference.py", "qerl_kernels/marlin.py", "qerl_kernels/logprob.py"),
-        ("ops", "ops_edges", "ops_linear", "ops_triton"),
+        ("ops", "ops_edges", "ops_linear", "ops_divergence", "ops_triton"),
         "not without_triton and not compiled and (not test_ops_triton or log_probabilities)",
     ),
     "keeping": Room(
@@ -76,7 +76,11 @@ ROOMS = {
             "qerl_pl/callbacks/aqn.py",
             "qerl_pl/callbacks/rollout.py",
         ),
-        ("module", "rollout_callback"),
+        (
+            *("module", "rollout_callback", "schedules", "reward_logging"),
+            *("data_order", "used_again", "distillation", "dialogue_rollouts"),
+        ),
+        "not samplers_on_every",
     ),
     "rollout": Room(
         (
