@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from studies.four_bits import analysis
+from studies.four_bits import analysis, picture
 from studies.four_bits.evaluate import counts, levels_of, words
 from studies.train_on_4_bits.plan import read_plan
 
@@ -139,3 +139,35 @@ def test_an_adapter_is_served_on_another_format() -> None:
     given = words(Path("prepared"), 1, "nvfp4", run / "adapter", Path("out"), 16)
     assert f"--model.policy.adapter={run}/adapter" in given and "--model.policy.path=prepared/base-1" in given
     assert "--model.policy.quantization=nvfp4" in given
+
+
+def test_bands_are_of_seeds_in_the_models_own_order() -> None:
+    def run(seed: int, rewards: list[float], **levels: object) -> dict[str, object]:
+        levels = {"seed": seed, "order": 0, "rollouts": 128, "method": "lora16", "rate": "chosen", **levels}
+        return {"levels": levels, "curves": {"reward": rewards}}
+
+    rows = [
+        run(200, [0.1, 0.3]),
+        run(201, [0.3, 0.3]),
+        run(200, [1.0, 1.0], order=1),
+        run(208, [1.0] * 60, rollouts=400),
+    ]
+    rollouts, mean, low, high = picture.bands(rows, "lora16")
+    assert rollouts.tolist() == [32, 96] and mean == pytest.approx([0.2, 0.3])  # a point is a mean over 64 rollouts
+    assert low == pytest.approx([0.2 - 1.27062, 0.3], abs=1e-4) and high == pytest.approx([1.47062, 0.3], abs=1e-4)
+
+
+def test_the_picture_has_the_comparisons_that_were_measured(tmp_path: Path) -> None:
+    rows = [
+        {"levels": {"seed": seed, "order": 0, "rollouts": 128, "method": method}, "curves": {"reward": [0.5, 0.6]}}
+        for seed in (200, 201)
+        for method in ("lora16", "nvfp4_aqn")
+    ]
+    names = picture.draw(rows, ROWS, tmp_path / "picture.png")
+    assert names == [
+        "NVFP4 + AQN − 16-bit LoRA",
+        "the same, gain since the start",
+        "served on NVFP4: trained on 16 bits − on NVFP4 + AQN",
+        "at 0.5B: NVFP4 + AQN − 16-bit LoRA",
+    ]
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
