@@ -21,7 +21,6 @@ part that fails loses no other.
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -42,6 +41,7 @@ from qerl_pl.models.families import DELTA_NET, PROJECTIONS
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.runtime.files import atomic_write
+from qerl_pl.runtime.random_state import set_cublas_config
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 PARTS = ("step_27b", "step_9b", "step_35b", "update_8b", "update_9b", "update_9b_pytorch", "drift")
@@ -227,7 +227,7 @@ def main() -> None:
     parser.add_argument("--run-part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.device = "cpu" if args.tiny else "cuda"
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
+    set_cublas_config()
     if args.run_part:
         result = run_part(args.run_part, args)
         atomic_write(args.out / "delta_nets" / f"{args.run_part}.json", json.dumps(result).encode())

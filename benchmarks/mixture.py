@@ -14,7 +14,6 @@ measured so far. Rollouts are measured by `rollout_speed.py --shape 30b-a3b --la
 
 import argparse
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -45,6 +44,7 @@ from qerl_pl.models.shape import Shape
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.experts import PackedExperts
 from qerl_pl.rollout.collector import pad_completions, pad_routing
+from qerl_pl.runtime.random_state import set_cublas_config
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 PARTS = ("agreement", "update")
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="a folder with a model that this script wrote there; None writes one")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
+    set_cublas_config()
     device, start = torch.device(args.device), time.perf_counter()
     if device.type == "cuda":
         select_backend("triton")

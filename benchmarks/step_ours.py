@@ -13,6 +13,7 @@ from step_timer import PARTS, StepTimer, parsed, size_of
 
 from qerl_pl.cli.main import QeRLCLI
 from qerl_pl.rewards import RewardSample
+from qerl_pl.runtime.random_state import set_cublas_config
 
 LOGGED = ("time/", "memory/", "mismatch/", "completions/length_mean")
 
@@ -116,7 +117,7 @@ def settings(args: argparse.Namespace, part: str, adapter: str) -> dict[str, Any
 def main() -> None:
     args = parsed()
     sys.argv = sys.argv[:1]
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
+    set_cublas_config()
     QeRLCLI({"subcommand": "fit", "fit": settings(args, args.parts[-1], args.adapter[-1])})
 
 

@@ -14,7 +14,6 @@ Gradients repeat bit for bit, as in a run; "free" is NVFP4 without that.
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from contextlib import nullcontext
@@ -31,7 +30,7 @@ from torch.nn import functional
 
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy.lora import FrozenLinear, LoraLinear
-from qerl_pl.runtime.random_state import deterministic
+from qerl_pl.runtime.random_state import deterministic, forget_cublas_config, set_cublas_config
 
 GIB = 2**30
 WAYS = ("bf16", "nvfp4", "selective", "no_checkpointing", "eager", "free")
@@ -82,6 +81,7 @@ def measure(
     With `profile`, on a GPU, also the kernels of one more update, by kind.
     """
     device = next(policy.parameters()).device
+    forget_cublas_config(device)
     length = min(length, tokens)
     shape = (tokens // length, length)
     ids = torch.randint(10, vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, default=Path("/dev/shm/qerl-shapes"), help="keeps the models")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as the command line does
+    set_cublas_config()
     if args.device == "cuda":
         select_backend("triton")
     found: dict[str, dict[int, dict[str, Any]]] = {}

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import random
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from qerl_pl.policy.packed_layers import packed_attention
 from qerl_pl.policy.packing import Packing
 from qerl_pl.runtime.random_state import (
+    CUBLAS_CONFIG,
     deterministic,
+    forget_cublas_config,
     random_state,
+    set_cublas_config,
     set_random_state,
     strictly_deterministic_gradient,
 )
@@ -46,6 +50,57 @@ def test_a_users_own_strict_setting_stays_strict() -> None:
         assert settings() == (True, False, True)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class Product:
+    """In place of a tensor on a GPU: its product notes the settings, and the variable."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bool, str | None]] = []
+
+    def __matmul__(self, other: "Product") -> None:
+        self.seen.append((settings()[0], os.environ.get(CUBLAS_CONFIG[0])))
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "own", "left"),
+    [
+        ("cuda", 9, None, None),
+        ("cuda", 8, None, ":4096:8"),  # its workspace would be another
+        ("cuda", 9, ":16:8", ":16:8"),  # the user's own
+        ("cpu", 9, None, ":4096:8"),
+    ],
+)
+def test_cublas_variable_is_checked_once_and_deleted(
+    device: str, major: int, own: str | None, left: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, product = CUBLAS_CONFIG[0], Product()
+    monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(name, own)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: product)
+    set_cublas_config()
+    forget_cublas_config(torch.device(device))
+    assert os.environ.get(name) == left
+    assert product.seen == ([(True, ":4096:8")] if left is None else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_products_have_the_same_bits_without_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*CUBLAS_CONFIG)
+    torch.manual_seed(0)
+    shapes = ((6144, 1536), (1536, 8960), (6144, 8960))
+    a, b, c = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+
+    def products() -> list[Tensor]:
+        with deterministic():
+            return [a @ b, c @ b.t(), a.t() @ c]
+
+    before = products()
+    forget_cublas_config(a.device)
+    assert all(map(torch.equal, products(), before))
 
 
 class Double(torch.autograd.Function):

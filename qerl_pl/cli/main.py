@@ -53,6 +53,7 @@ from qerl_pl.runtime.checkpoint_io import (
 from qerl_pl.runtime.checks import check_devices, check_ranks_divide, check_world
 from qerl_pl.runtime.communicator import is_first_process, planned_ranks
 from qerl_pl.runtime.files import locked
+from qerl_pl.runtime.random_state import set_cublas_config
 from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 
 
@@ -369,8 +370,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     configure_terminal()
-    # PyTorch requires it for deterministic results; its own default size; read when cuBLAS starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    set_cublas_config()
     sys.path.insert(0, str(Path.cwd()))  # for a user's own reward or data module
     try:
         if answer(argv):

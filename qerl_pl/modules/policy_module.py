@@ -36,7 +36,7 @@ from qerl_pl.runtime.checks import (
 )
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_directory, folder_fingerprint
-from qerl_pl.runtime.random_state import random_state, set_random_state
+from qerl_pl.runtime.random_state import forget_cublas_config, random_state, set_random_state
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
@@ -184,6 +184,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         if "policy" not in self._modules:
             device = self.trainer.strategy.root_device
             select_backend_of(device)
+            forget_cublas_config(device)
             seed = stream_seed(self.seed, "adapter")
             self.policy = Policy(
                 self.base_folder, self.policy_config, device, seed, self.shared_weights, self.needs_reference

@@ -1,5 +1,6 @@
 """States of the global generators, and deterministic algorithms."""
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,6 +32,33 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+
+
+CUBLAS_CONFIG = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+"""Environment variable that PyTorch requires for deterministic products, and its default value: eight times 4 MiB."""
+_SAME_BY_DEFAULT = (9, 10, 12)
+"""Major compute capabilities of GPUs with the same workspace without the variable."""
+
+
+def set_cublas_config() -> None:
+    """Set cuBLAS's workspace as deterministic algorithms require, unless the user has."""
+    os.environ.setdefault(*CUBLAS_CONFIG)
+
+
+def forget_cublas_config(device: torch.device) -> None:
+    """Let PyTorch check the variable of `set_cublas_config`, which it does once, and delete it.
+
+    PyTorch 2.11 parses it again in every product, which takes the host 57 microseconds. Nothing is deleted where the
+    workspace would be another without it: on older GPUs, or with a user's own value.
+    """
+    name, value = CUBLAS_CONFIG
+    if device.type != "cuda" or os.environ.get(name) != value:
+        return
+    if torch.cuda.get_device_capability(device)[0] in _SAME_BY_DEFAULT:
+        some = torch.ones(8, 8, device=device)
+        with deterministic():
+            some @ some
+        del os.environ[name]
 
 
 @contextmanager
