@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from studies.train_on_4_bits.plan import ROOT
-from studies.train_on_4_bits.rows import add_row, read_rows
+from studies.sweep.plan import ROOT
+from studies.sweep.rows import add_row, read_rows
 
 SAMPLES = 16
 

@@ -33,7 +33,7 @@ DIFFERENCES = {
 }
 """Comparisons of `analysis.comparisons`, by the names that a row has."""
 SMALLER = ("at 0.5B: NVFP4 + AQN − 16-bit LoRA", -0.034, -0.040, -0.028)
-"""The last study's row (studies/train_on_4_bits/gsm8k.md, sampled accuracy): name, mean and 95 % interval."""
+"""The earlier study's row (earlier.md, sampled accuracy): name, mean and 95 % interval."""
 WIDTH, CURVES, ROW = 5.5, 3.0, 0.5
 """Inches: width, height of the curves and of a difference."""
 

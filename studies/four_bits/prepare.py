@@ -6,22 +6,29 @@ MODEL is a 16-bit folder, GSM8K one with train.jsonl and test.jsonl. PREPARED/ba
 splits train, held_out (the last 1024 training rows) and test.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
-from studies.train_on_4_bits.pretrained import read_rows
-from studies.train_on_4_bits.starts import write_base, write_data
+from qerl_pl.runtime.files import atomic_directory, atomic_write
+from studies.quantization_loss.reordered import reorder_checkpoint
 
 HELD_OUT = 1024
 ORDERS = 3
 
 
 def main(model: Path, data: Path, folder: Path) -> None:
-    rows = read_rows(data / "train.jsonl")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_data(data, folder / "data", rows[-HELD_OUT:], rows[:-HELD_OUT])
+    train, test = ((data / f"{split}.jsonl").read_text().splitlines(keepends=True) for split in ("train", "test"))
+    (folder / "data").mkdir(parents=True, exist_ok=True)
+    for split, rows in {"train": train[:-HELD_OUT], "held_out": train[-HELD_OUT:], "test": test}.items():
+        atomic_write(folder / "data" / f"{split}.jsonl", "".join(rows).encode())
     for order in range(ORDERS):
-        write_base(model, folder / f"base-{order}", order)
+        if not (base := folder / f"base-{order}").is_dir():
+            with atomic_directory(base) as out:
+                if order:
+                    reorder_checkpoint(model, out, order)
+                else:
+                    shutil.copytree(model, out, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

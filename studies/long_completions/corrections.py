@@ -1,6 +1,6 @@
 """What the corrections between sampler and trainer do while a policy learns long completions.
 
-    python -m studies.long_completions.corrections benchmarks/results/long_answers.jsonl
+    python -m studies.long_completions.corrections studies/long_completions/long_answers.jsonl
 
 Writes a table of the runs of `long_answers.yaml`, a row for each method and correction: means over the seeds, with half
 the width of their 95 % interval if there are several. A quarter is one of a run's rollouts. The first rollouts of a run
@@ -11,15 +11,14 @@ import argparse
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks import report
-from studies.train_on_4_bits.claims import ACCURACY, Row
-from studies.train_on_4_bits.findings import unit_of
-from studies.train_on_4_bits.plan import read_plan
-from studies.train_on_4_bits.rows import read_rows
-from studies.train_on_4_bits.tables import mean
+from studies.four_bits.analysis import student_quantile
+from studies.sweep.rows import read_rows
 
-PLAN = read_plan(Path(__file__).with_name("long_answers.yaml"))
+Row = dict[str, Any]
+LABELS = {"nvfp4": "NVFP4", "nvfp4_aqn": "NVFP4 + AQN"}
 NEAR = 0.99
 """Of the largest sigma: rollouts at it differ in how it was measured."""
 
@@ -51,12 +50,29 @@ def at_largest_sigma(row: Row, curve: str) -> float | None:
     return average(value for value, sigma in pairs if sigma > NEAR * max(noise))
 
 
+def at_the_end(row: Row) -> float | None:
+    """Share of right solutions for held-out rows; 0 of a run that diverged, None without a measurement."""
+    points = row["held_out"].get("val/reward_accuracy", [])
+    return 0.0 if row["ended"] == "diverged" else points[-1][1] if points else None
+
+
+def mean(values: Sequence[float | None], format_spec: str) -> str:
+    """Mean with half the width of its 95 % interval over several seeds."""
+    found = [value for value in values if value is not None]
+    if not found:
+        return "-"
+    if len(found) == 1:
+        return f"{found[0]:{format_spec}}"
+    half = student_quantile(len(found) - 1, 0.975) * statistics.stdev(found) / len(found) ** 0.5
+    return f"{statistics.fmean(found):{format_spec}} ± {half:{format_spec}}"
+
+
 COLUMNS: dict[str, tuple[Callable[[Row], float | None], str]] = {
     "reward, first quarter": (lambda row: quarter(row, "reward", 0), ".3f"),
     "reward, last quarter": (lambda row: quarter(row, "reward", 3), ".3f"),
     "right numbers, first quarter": (lambda row: quarter(row, "accuracy", 0), ".3f"),
     "right numbers, last quarter": (lambda row: quarter(row, "accuracy", 3), ".3f"),
-    "right numbers, held-out rows": (lambda row: ACCURACY.of(row, PLAN.measure), ".3f"),
+    "right numbers, held-out rows": (at_the_end, ".3f"),
     "tokens, first quarter": (lambda row: quarter(row, "length", 0), ".0f"),
     "tokens, last quarter": (lambda row: quarter(row, "length", 3), ".0f"),
     "weight without noise": (lambda row: without_noise(row, "weight"), ".3f"),
@@ -76,11 +92,8 @@ def table(rows: Sequence[Row]) -> str:
         groups.setdefault((row["levels"]["method"], row["levels"]["correction"]), []).append(row)
     lines = []
     for (method, correction), runs in groups.items():
-        cells = [
-            mean(PLAN, {unit_of(PLAN, row): measure(row) for row in runs}, format_spec)
-            for measure, format_spec in COLUMNS.values()
-        ]
-        lines.append([PLAN.label("method", method), f"`{correction}`", len(runs), *cells])
+        cells = [mean([measure(row) for row in runs], format_spec) for measure, format_spec in COLUMNS.values()]
+        lines.append([LABELS[method], f"`{correction}`", len(runs), *cells])
     return report.markdown(["method", "correction", "seeds", *COLUMNS], lines)
 
 

@@ -3,25 +3,35 @@
     python -m studies.long_completions.long_answers OUT --gsm8k FOLDER       # OUT/train.jsonl and OUT/test.jsonl
 
 A row asks 40 of GSM8K's questions of at most two calculations; its answer has the solutions, numbered, and behind ####
-their numbers: "1. 48 / 2 = 24. ... #### 24; 72; 10". `studies.train_on_4_bits.starts` fine-tunes on the first rows and
-holds out the next; `long_answers.yaml` trains on the others. The three have no question in common.
+their numbers: "1. 48 / 2 = 24. ... #### 24; 72; 10". The start is fine-tuned on the first rows, the next are
+held out, and `long_answers.yaml` trains on the others. The three have no question in common.
 """
 
 import argparse
 import itertools
+import json
 import random
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from qerl_pl.datamodules.tables import read_table
 from qerl_pl.rewards.answers import answer_of, parse_number
+from qerl_pl.runtime.files import atomic_write
 from qerl_pl.seeds import stream_seed
-from studies.train_on_4_bits.word_problems import easy_rows, write_rows
 
 NUMBERED = re.compile(r"^(\d+)\. ", re.MULTILINE)
 INSTRUCTION = (
     "Solve these {count} problems one after the other. Give their numbers in this order, separated by semicolons."
 )
+
+
+def easy_rows(folder: Path, split: str, calculations: int) -> Iterator[dict[str, str]]:
+    """Rows of GSM8K with at most so many calculations, without their << >> annotations."""
+    for row in read_table(str(folder), split):
+        answer = str(row["answer"])
+        if answer.count("<<") <= calculations:
+            yield {"question": str(row["question"]), "answer": re.sub(r"<<.*?>>", "", answer)}
 
 
 def long_rows(rows: Sequence[dict[str, str]], questions: int, count: int, seed: int = 0) -> Iterator[dict[str, str]]:
@@ -82,7 +92,8 @@ def main(words: Sequence[str] | None = None) -> None:
             for row in long_rows(rows[start:end], args.questions, count)
         ]
         file = args.out / f"{split}.jsonl"
-        print(f"{file}: {write_rows(file, drawn)} rows of {args.questions} out of {len(rows)} questions")
+        atomic_write(file, "".join(json.dumps(row) + "\n" for row in drawn).encode())
+        print(f"{file}: {len(drawn)} rows of {args.questions} out of {len(rows)} questions")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from qerl_pl.formats.quantize import Device, quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.types import Completion, Prompt
-from studies.train_on_4_bits.reordered import reorder_checkpoint
+from studies.quantization_loss.reordered import reorder_checkpoint
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("16-bit", {}),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from studies.four_bits import analysis, picture
+from studies.four_bits import analysis, picture, prepare
 from studies.four_bits.evaluate import counts, levels_of, words
-from studies.train_on_4_bits.plan import read_plan
+from studies.sweep.plan import read_plan
 
 STUDY = Path(__file__).parents[1]
 
@@ -131,6 +131,21 @@ def test_rates_are_tried_on_training_rows_alone() -> None:
     assert [str(run.overrides["model.optimizer.lr"]) for run in runs].count("0.0001") == 4  # two formats, two seeds
     rates = {(*run.levels.values(),): str(run.overrides["model.optimizer.lr"]) for run in runs}
     assert len(rates) == 16 and set(rates.values()) == {"1e-05", "3e-05", "6e-05", "0.0001"}
+
+
+def test_runs_begin_with_rows_in_three_parts_and_the_policy_in_three_orders(
+    tmp_path: Path, tiny_policy_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "HELD_OUT", 2)
+    rows = [json.dumps({"question": f"{one}?", "answer": f"#### {one}"}) + "\n" for one in range(6)]
+    (tmp_path / "train.jsonl").write_text("".join(rows[:5]))
+    (tmp_path / "test.jsonl").write_text(rows[5])
+    for _ in range(2):  # again where it was cut off
+        prepare.main(tiny_policy_dir, tmp_path, tmp_path / "out")
+    parts = {file.stem: file.read_text().splitlines(keepends=True) for file in (tmp_path / "out/data").iterdir()}
+    assert parts == {"train": rows[:3], "held_out": rows[3:5], "test": rows[5:]}
+    weights = [(tmp_path / f"out/base-{order}/model.safetensors").read_bytes() for order in range(3)]
+    assert weights[0] == (tiny_policy_dir / "model.safetensors").read_bytes() and len(set(weights)) == 3
 
 
 def test_an_adapter_is_served_on_another_format() -> None:

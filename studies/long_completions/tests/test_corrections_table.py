@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from studies.long_completions.corrections import COLUMNS, at_largest_sigma, main, quarter, without_noise
-from studies.train_on_4_bits.rows import write_rows
+from studies.sweep.rows import write_rows
 
 
 def row(seed: int, method: str, correction: str, noise: list[float] | None, shift: float = 0.0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from studies.quantization_loss import format_cost
-from studies.train_on_4_bits.reordered import Channels, reorder_checkpoint
+from studies.quantization_loss.reordered import Channels, reorder_checkpoint
 
 
 def test_the_cost_of_a_format_is_what_transformers_says(tiny_policy_dir: Path, tmp_path: Path) -> None:

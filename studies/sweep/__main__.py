@@ -1,8 +1,11 @@
-"""Train a study's runs, list them, or write its report.
+"""Train a study's runs, or list them.
 
-python -m studies.train_on_4_bits run PLAN.yaml --set policy=FOLDER problems=FOLDER --at-once 5    # again, to continue
-python -m studies.train_on_4_bits list PLAN.yaml
-python -m studies.train_on_4_bits report PLAN.yaml    # PLAN.md and its pictures, beside the plan
+python -m studies.sweep run STUDY.yaml --set prepared=FOLDER --at-once 5    # again, to continue
+python -m studies.sweep list STUDY.yaml
+
+Every finished run is a line of STUDY.jsonl beside STUDY.yaml, enough to train the others on another machine. A run that
+was interrupted, or stopped after --budget-s, goes on by the same command; its exit status is 75 while runs are missing.
+A run that diverged counts as finished.
 """
 
 import argparse
@@ -15,16 +18,16 @@ import torch
 import yaml
 
 from qerl_pl.errors import UserError
-from studies.train_on_4_bits.plan import ROOT, Plan, Run, read_plan
-from studies.train_on_4_bits.rows import read_rows
-from studies.train_on_4_bits.runner import Limits, Outcome, Runner
+from studies.sweep.plan import ROOT, Plan, Run, read_plan
+from studies.sweep.rows import read_rows
+from studies.sweep.runner import Limits, Outcome, Runner
 
 
 def arguments(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "studies.train_on_4_bits", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        "studies.sweep", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("command", choices=("run", "list", "report"))
+    parser.add_argument("command", choices=("run", "list"))
     parser.add_argument("plan", type=Path, help="the study's YAML file")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="values of ${NAME}")
     parser.add_argument(
@@ -36,9 +39,8 @@ def arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=1, help="concurrent runs per device")
     parser.add_argument("--budget-s", type=float, help="seconds after which runs stop and save")
     parser.add_argument("--grace-s", type=float, default=60.0, help="seconds until runs that do not stop are killed")
-    parser.add_argument("--pages", type=Path, help="folder of NAME.md and its plots; default: the plan's")
     args = parser.parse_args(words)
-    args.out, args.pages = args.out or args.plan.parent, args.pages or args.plan.parent
+    args.out = args.out or args.plan.parent
     return args
 
 
@@ -115,15 +117,10 @@ def main(words: list[str] | None = None) -> int:
         plan = read_plan(args.plan)
         if args.command == "run":
             return run(plan, args)
-        rows = read_rows(args.out / f"{plan.path.stem}.jsonl")
-        if args.command == "list":
-            values = values_of(plan, args.set)
-            for one in chosen(plan, pairs(args.only, yaml.BaseLoader)):
-                print(one.name, "finished" if one.name in rows else "", *one.missing(values))
-            return 0
-        from studies.train_on_4_bits.evidence import write_evidence  # matplotlib takes a second
-
-        write_evidence(plan, list(rows.values()), args.pages, args.out / f"{plan.path.stem}.jsonl")
+        values, rows = values_of(plan, args.set), read_rows(args.out / f"{plan.path.stem}.jsonl")
+        for one in chosen(plan, pairs(args.only, yaml.BaseLoader)):
+            print(one.name, "finished" if one.name in rows else "", *one.missing(values))
+        return 0
     except UserError as error:
         if os.environ.get("QERL_DEBUG") == "1":
             raise

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from qerl_pl.errors import UserError
-from studies.train_on_4_bits import rows
-from studies.train_on_4_bits.__main__ import main
-from studies.train_on_4_bits.plan import Plan, Run
-from studies.train_on_4_bits.rows import add_row, read_rows
-from studies.train_on_4_bits.runner import Limits, Runner
-from studies.train_on_4_bits.tests.test_study import plan_of
+from studies.sweep import rows
+from studies.sweep.__main__ import main
+from studies.sweep.plan import Plan, Run
+from studies.sweep.rows import add_row, read_rows
+from studies.sweep.runner import Limits, Runner
+from studies.sweep.tests.test_sweep import plan_of
 
 
 def runner(plan: Plan, folder: Path, limits: Limits = Limits(), **values: Any) -> Runner:  # noqa: B008
@@ -83,25 +82,18 @@ def test_two_processes_of_a_study_keep_each_others_rows(tmp_path: Path) -> None:
     assert list(read_rows(tmp_path / "rows.jsonl")) == [run.name for run in plan.runs[:2]]
 
 
-def test_a_run_that_was_cut_off_goes_on_with_its_own_policy(
+def test_a_row_says_where_its_run_began(
     tmp_path: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(tmp_path)
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "warm_up.json").write_text(json.dumps({"digest": f"of {name}"}))
-    run = next(run for run in plan.runs if run.levels["policy"] == "other")
-    first = str(tmp_path / "first")
-    assert runner(plan, tmp_path, Limits(at_once=3), where=first).work([run]).left == [run.name]
-    assert runner(plan, tmp_path, where=first).work([run]).left == [run.name]
-    with pytest.raises(UserError, match="began with a where of digest of first, and that of .*second is of second"):
-        runner(plan, tmp_path, where=str(tmp_path / "second")).work([run])
-    assert len(processes) == 2
+    run = plan.runs[0]
+    assert runner(plan, tmp_path, Limits(at_once=3)).work([run]).left == [run.name]
+    assert runner(plan, tmp_path).work([run]).left == [run.name] and len(processes) == 2
     end(tmp_path, run)
     monkeypatch.setenv("QERL_COMMIT", "def")  # where it ended is not where its row is taken
-    assert runner(plan, tmp_path, where=first).work([run]).finished == [run.name]
+    assert runner(plan, tmp_path).work([run]).finished == [run.name]
     where = read_rows(tmp_path / "rows.jsonl")[run.name]["where"]
-    assert where["values"] == {"size": 8, "where": "of first"} and where["commit"] == "abc"
+    assert where["values"] == {"size": 8} and where["commit"] == "abc"
     assert where["at_once"] == 3  # the run had company once
 
 
@@ -151,8 +143,9 @@ def test_names_that_a_study_does_not_have_are_refused(
 
 def test_levels_may_be_named_as_in_the_names_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """YAML reads 3e-05 as a text, 3.0e-05 as a number."""
-    first = str(Path(__file__).parents[1] / "first.yaml")
+    factors = {"seed": {"keys": ["seed_everything"]}, "lr": {"keys": ["model.optimizer.lr"]}}
+    plan = plan_of(tmp_path, factors=factors, defaults={}, blocks=[{"seed": [0, 1], "lr": [1.0e-5, 3.0e-5, 3.0e-4]}])
     for rates in ("[3e-05, 0.0003]", "[3.0e-5, 3.0e-4]"):
-        assert main(["list", first, "--out", str(tmp_path), "--only", f"lr={rates}", "method=[lora16]"]) == 0
+        assert main(["list", str(plan.path), "--out", str(tmp_path), "--only", f"lr={rates}", "seed=[1]"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line.split()[0].split(",")[3] for line in lines] == ["lr=3e-05", "lr=0.0003"] * 5
+        assert [line.split()[0] for line in lines] == ["seed=1,lr=3e-05", "seed=1,lr=0.0003"]

@@ -10,7 +10,7 @@ from filelock import FileLock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qerl_pl.runtime.files import atomic_write
-from studies.train_on_4_bits.plan import Run
+from studies.sweep.plan import Run
 
 POINTS = 60
 """Most points of a curve; longer curves are averaged over intervals of equal length."""

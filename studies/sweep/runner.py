@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks import report
 from qerl_pl.errors import StopSignals, UserError
 from qerl_pl.runtime.files import atomic_write
-from studies.train_on_4_bits.plan import ROOT, Plan, Run
-from studies.train_on_4_bits.rows import add_row, read_rows, row_of
+from studies.sweep.plan import ROOT, Plan, Run
+from studies.sweep.rows import add_row, read_rows, row_of
 
 POLL_SECONDS = 0.2
 NOTES = "study.json"
@@ -84,7 +84,6 @@ class Runner:
         self.limits = limits
         self.outcome = Outcome()
         self._where: dict[str, Any] = report.environment()
-        self._digests = {name: _digest(value) for name, value in values.items()}
         self._rows = read_rows(results)
         self._running: list[_Process] = []
         self._asked = False
@@ -154,14 +153,6 @@ class Runner:
                 f"a study's runs keep what they are made of; {run.name} was made otherwise, as {notes['digest']} and "
                 f"not {run.digest}; name other files by --out and --folder, or remove that run from them"
             )
-        began = notes["where"]["values"] if "where" in notes else self._digests
-        for name in run.needs:
-            if self._digests.get(name) and began.get(name) != self._digests[name]:
-                raise UserError(
-                    f"a study's runs begin with the same policy; {run.name} began with a {name} of digest "
-                    f"{began.get(name)}, and that of {self.values[name]} is {self._digests[name]}; give the same "
-                    "folder, or name other files by --out and --folder"
-                )
 
     def _check_devices(self, run: Run) -> None:
         """Reject a run that needs another number of GPUs than --devices names."""
@@ -172,17 +163,16 @@ class Runner:
                     f"{device}; join so many numbers by commas, and choose runs that train on as many by --only"
                 )
 
-    def _where_of(self, run: Run) -> dict[str, Any]:
-        """GPU, versions, commit and values; a policy's folder is replaced by its digest, other folders are omitted."""
-        digests = {name: digest for name, digest in self._digests.items() if digest and name in run.needs}
+    def _where_of(self) -> dict[str, Any]:
+        """GPU, versions, commit, and the values that the study's file sets; those of the command line are folders."""
         values = {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None}
-        return self._where | {"values": values | digests}
+        return self._where | {"values": values}
 
     def _start(self, run: Run, slot: tuple[str, int]) -> _Process:
         folder = self.folder / run.name
         folder.mkdir(parents=True, exist_ok=True)
         device, slots = slot[0], len(self.limits.devices) * self.limits.at_once
-        where = self._where_of(run) | ({"gpu": "none"} if device == "cpu" else {})
+        where = self._where_of() | ({"gpu": "none"} if device == "cpu" else {})
         before = _notes(folder).get("where", {}).get("at_once", 1)  # a run that goes on keeps its busiest time
         where["at_once"] = max(self.limits.at_once, before)
         _note(folder, {"digest": run.digest, "where": where}, 0.0)
@@ -229,7 +219,7 @@ class Runner:
     def _keep(self, run: Run) -> None:
         folder = self.folder / run.name
         notes = _notes(folder)
-        where = notes.get("where") or self._where_of(run)
+        where = notes.get("where") or self._where_of()
         self._rows = add_row(self.results, row_of(run, folder, notes["wall_s"], where))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -251,11 +241,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Contents of a JSON file; empty if it does not exist."""
     contents: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     return contents
-
-
-def _digest(value: Any) -> str | None:
-    """Digest of the policy that `warm_up` wrote to the folder `value`, else None."""
-    return _read_json(Path(value) / "warm_up.json").get("digest") if isinstance(value, str) else None
 
 
 def _has_ended(folder: Path) -> bool:
