@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from qerl_pl.cli.configs import check_config
@@ -137,6 +138,39 @@ def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
     assert line is not None and "model/config.json: Permission denied" in line
     assert explain(FileNotFoundError(2, "No such file or directory", "model/config.json"), ["fit"], ["fit"]) is None
     assert explain(OSError(5, "Input/output error"), ["fit"], ["fit"]) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (
+            torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.50 GiB of which 1.20 "
+                "GiB is free. Including non-PyTorch memory, this process has 21.90 GiB memory in use. Of the allocated ..."
+            ),
+            "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.50 GiB of which 1.20 GiB is free. Lower",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, ...)`"),
+            "cuBLAS had none for its kernels. Lower",
+        ),
+    ],
+)
+def test_a_full_gpu_is_told_in_one_line(error: Exception, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**36))
+    line = explain(error, ["fit"], ["fit"])
+    assert line and "GPU does not have" in line and found in line and line.endswith("--resume auto") and len(line) < 360
+    assert explain(RuntimeError("CUDA error: an illegal memory access was encountered"), ["fit"], ["fit"]) is None
+
+
+def test_a_product_that_fails_with_memory_left_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
+    for answer in (lambda: (2**35, 2**36), dead):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", answer)
+        assert explain(error, ["fit"], ["fit"]) is None
 
 
 # A constructor, which the parser calls, and a function of the command line.

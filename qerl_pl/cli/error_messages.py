@@ -6,6 +6,7 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from pkgutil import resolve_name
 
+import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, loggers
@@ -45,6 +46,8 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
     for cause in causes:
         if isinstance(cause, UserError):
             return _one_line(cause)
+        if memory := _out_of_memory(cause):
+            return memory
     if isinstance(error, ArgumentError) and all(isinstance(cause, _PARSING) for cause in causes):
         command = next(word for word in argv if word in commands)
         groups: dict[str, type] = _GROUPS | {"model": module_class(argv)} if command in TRAINER_COMMANDS else {}
@@ -53,6 +56,29 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
         if isinstance(cause, MisconfigurationException | ModuleNotFoundError):
             return _one_line(cause)
     return explain_file_error(error) if isinstance(error, OSError) else None
+
+
+def _out_of_memory(error: BaseException) -> str | None:
+    """What was missing on the GPU; None for another error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        found = " ".join(re.split(r"(?<=\.) ", str(error))[:3])
+    elif isinstance(error, RuntimeError) and "CUBLAS_STATUS" in str(error) and _gpu_is_full():
+        found = "cuBLAS had none for its kernels."
+    else:
+        return None
+    return (
+        f"a run needs memory that its GPU does not have: {found} Lower model.micro_batch_tokens or kv_cache_gib, or "
+        "end what else is on the GPU; then give the same command with --resume auto"
+    )
+
+
+def _gpu_is_full() -> bool:
+    """Whether a fiftieth of the GPU's memory is free or less, other processes included."""
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except RuntimeError:  # of a GPU that answers nothing any more
+        return False
+    return free <= total / 50
 
 
 def _one_line(error: BaseException) -> str:
