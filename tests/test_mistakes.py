@@ -146,7 +146,7 @@ def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
         (
             torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.50 GiB of which 1.20 "
-                "GiB is free. Including non-PyTorch memory, this process has 21.90 GiB memory in use. Of the allocated ..."
+                "GiB is free. Including non-PyTorch memory, this process has 21.90 GiB memory in use. Of the ..."
             ),
             "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.50 GiB of which 1.20 GiB is free. Lower",
         ),
