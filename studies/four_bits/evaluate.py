@@ -1,13 +1,15 @@
 """Grade the test questions by greedy decoding and 16 samples each, in one format; a row of counts for each evaluation.
 
     python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --base 0 --formats none nvfp4
-    python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --run RUN --formats nvfp4 none
+    python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --runs RUN ... --formats nvfp4 none
 
-The first line evaluates the policy before training in an order of its channels, the second a finished run's adapter, of
-which every format but its own is cross-serving. An evaluation that has a row is skipped, one that was cut off goes on.
+The first line evaluates the policy before training in an order of its channels, the second adapters of finished runs,
+of which every format but a run's own is cross-serving. An evaluation that has a row is skipped, one that was cut off
+goes on; several commands may evaluate different runs at once.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -67,22 +69,28 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a question")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--base", type=int, help="order of the channels, before training")
-    which.add_argument("--run", type=Path, help="folder of a finished run")
+    which.add_argument("--runs", type=Path, nargs="+", help="folders of finished runs")
     args, options = parser.parse_known_args(given)  # others are of `qerl test`
-    levels = {"order": str(args.base), "method": "start"} if args.run is None else levels_of(args.run)
-    adapter = None if args.run is None else args.run / "adapter"
-    for served in args.formats:
-        name = ",".join(f"{factor}={level}" for factor, level in {**levels, "served": served}.items())
-        if name in read_rows(args.rows):
-            continue
-        folder = args.folder / name
-        command = words(args.prepared, int(levels["order"]), served, adapter, folder, args.samples)
-        subprocess.run([sys.executable, "-m", "qerl_pl", *command, *options], check=True, cwd=ROOT)
-        evaluation = json.loads((folder / "evaluation.json").read_text())
-        lines = [json.loads(line) for line in (folder / evaluation["samples"]).read_text().splitlines()]
-        where = report.environment()
-        row = {"run": name, "levels": {**levels, "served": served}, "samples": args.samples, "where": where}
-        add_row(args.rows, {**row, **counts(lines)})
+    for run, served in itertools.product(args.runs or [None], args.formats):
+        levels = {"order": str(args.base), "method": "start"} if run is None else levels_of(run)
+        evaluate(args, options, levels, None if run is None else run / "adapter", served)
+
+
+def evaluate(
+    args: argparse.Namespace, options: Sequence[str], levels: dict[str, str], adapter: Path | None, served: str
+) -> None:
+    """Add the row of one evaluation, unless it is there."""
+    name = ",".join(f"{factor}={level}" for factor, level in {**levels, "served": served}.items())
+    if name in read_rows(args.rows):
+        return
+    folder = args.folder / name
+    command = words(args.prepared, int(levels["order"]), served, adapter, folder, args.samples)
+    subprocess.run([sys.executable, "-m", "qerl_pl", *command, *options], check=True, cwd=ROOT)
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    lines = [json.loads(line) for line in (folder / evaluation["samples"]).read_text().splitlines()]
+    where = report.environment()
+    row = {"run": name, "levels": {**levels, "served": served}, "samples": args.samples, "where": where}
+    add_row(args.rows, {**row, **counts(lines)})
 
 
 if __name__ == "__main__":

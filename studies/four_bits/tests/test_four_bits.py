@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from studies.four_bits import analysis, picture, prepare
-from studies.four_bits.evaluate import counts, levels_of, words
+from studies.four_bits.evaluate import counts, levels_of, main, words
 from studies.sweep.plan import read_plan
 
 STUDY = Path(__file__).parents[1]
@@ -110,14 +110,39 @@ def test_counts_of_each_question() -> None:
         counts([line for line in lines if line["prompt_id"] != "b" or line["sample"] is None])
 
 
+def test_every_run_is_evaluated_once_on_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def evaluated(command: list[str], **_: object) -> None:
+        options = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
+        asked.append((options["model.policy.quantization"], options["model.policy.adapter"]))
+        folder = Path(options["trainer.default_root_dir"])
+        folder.mkdir(parents=True)
+        (folder / "evaluation.json").write_text(json.dumps({"samples": "samples.jsonl"}))
+        lines = [{"prompt_id": "a", "sample": sample, "correct": True} for sample in (None, 0)]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    monkeypatch.setattr(subprocess, "run", evaluated)
+    monkeypatch.setenv("QERL_COMMIT", "abc")
+    runs = [str(tmp_path / f"seed={seed},order=1,rollouts=128,method=nvfp4") for seed in (200, 201)]
+    given = [str(tmp_path / "prepared"), str(tmp_path / "counts.jsonl"), "--folder", str(tmp_path / "evaluations")]
+    for _ in range(2):
+        main([*given, "--runs", *runs, "--formats", "nvfp4", "none"])
+    assert asked == [(served, f"{run}/adapter") for run in runs for served in ("nvfp4", "none")]
+    rows = [json.loads(line) for line in (tmp_path / "counts.jsonl").read_text().splitlines()]
+    evaluated_as = [(row["levels"]["seed"], row["levels"]["served"]) for row in rows]
+    assert evaluated_as == [("200", "nvfp4"), ("200", "none"), ("201", "nvfp4"), ("201", "none")]
+    assert {(*row["greedy"], *row["sampled"], row["where"]["commit"]) for row in rows} == {(1, 1, "abc")}
+
+
 def test_an_early_end_leaves_fewer_seeds_and_no_fewer_methods() -> None:
     runs = [run for run in read_plan(STUDY / "study.yaml").runs if run.levels["rollouts"] == 128]
-    main = [run.levels for run in runs if run.levels["order"] == 0 and "." not in str(run.levels["method"])]
-    main = [levels for levels in main if levels["method"] in analysis.OWN_FORMAT]
-    seeds = [levels["seed"] for levels in main]
+    primary = [run.levels for run in runs if run.levels["order"] == 0 and "." not in str(run.levels["method"])]
+    primary = [levels for levels in primary if levels["method"] in analysis.OWN_FORMAT]
+    seeds = [levels["seed"] for levels in primary]
     assert seeds == [seed for seed in range(200, 208) for _ in range(3)] + [*range(200, 208)]
     for seed in range(200, 208):
-        assert {levels["method"] for levels in main if levels["seed"] == seed} == {
+        assert {levels["method"] for levels in primary if levels["seed"] == seed} == {
             "lora16",
             "nvfp4_aqn",
             "nvfp4",
