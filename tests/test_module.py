@@ -196,7 +196,9 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
     device: str, backends: list[str], stage: TrainerFn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
+    forgotten: list[torch.device] = []
     monkeypatch.setattr("qerl_kernels.backend.select_backend", asked.append)
+    monkeypatch.setattr("qerl_pl.modules.policy_module.forget_cublas_config", forgotten.append)
     monkeypatch.setattr("qerl_pl.modules.policy_module.Policy", lambda *given: given)
     for shared in (None, SharedWeights({}, {})):
         module, asked[:] = module_of(tmp_path), []
@@ -208,6 +210,7 @@ def test_a_policy_is_on_the_trainers_device_with_the_weights_that_are_lent(
         expected = (tmp_path, module.policy_config, place.root_device, stream_seed(5, "adapter"))
         reference = module.objective.needs_reference
         assert module.policy == (*expected, shared, reference) and asked == backends
+        assert forgotten.pop() == place.root_device
 
 
 @pytest.mark.parametrize(("stage", "fitting"), [("val", True), ("val", False), ("test", False)])
