@@ -1,27 +1,32 @@
 """Grade the test questions by greedy decoding and 16 samples each, in one format; a row of counts for each evaluation.
 
-    python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --base 0 --formats none nvfp4
+    python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --orders 0 1 2 --formats none nvfp4
     python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --runs RUN ... --formats nvfp4 none
 
-The first line evaluates the policy before training in an order of its channels, the second adapters of finished runs,
-of which every format but a run's own is cross-serving. An evaluation that has a row is skipped, one that was cut off
-goes on; several commands may evaluate different runs at once.
+The first line evaluates the policy before training in orders of its channels, the second adapters of finished runs, of
+which every format but a run's own is cross-serving. An evaluation that has a row is skipped, one that was cut off
+goes on. `--devices 0 1 --at-once 3` evaluates three at once on each of two GPUs.
 """
 
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from benchmarks import report
 from studies.sweep.plan import ROOT
 from studies.sweep.rows import add_row, read_rows
+from studies.sweep.runner import visible_devices
 
-SAMPLES = 16
+SAMPLES, CROSS_SAMPLES = 16, 4
+"""Of a question, in the format that a run trained on or that a policy starts with, and in another one."""
 
 
 def counts(lines: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
@@ -66,30 +71,47 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--folder", type=Path, required=True, help="of the evaluations, to go on from")
     parser.add_argument("--formats", nargs="+", required=True)
-    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a question")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a question in a run's own format")
+    parser.add_argument("--cross-samples", type=int, default=CROSS_SAMPLES, help="in another one")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--base", type=int, help="order of the channels, before training")
+    which.add_argument("--orders", type=int, nargs="+", help="of the channels, before training")
     which.add_argument("--runs", type=Path, nargs="+", help="folders of finished runs")
+    parser.add_argument("--devices", nargs="+", default=["0"], help="GPU numbers")
+    parser.add_argument("--at-once", type=int, default=1, help="concurrent evaluations per GPU")
     args, options = parser.parse_known_args(given)  # others are of `qerl test`
-    for run, served in itertools.product(args.runs or [None], args.formats):
-        levels = {"order": str(args.base), "method": "start"} if run is None else levels_of(run)
-        evaluate(args, options, levels, None if run is None else run / "adapter", served)
+    free: SimpleQueue[str] = SimpleQueue()
+    for device in args.devices * args.at_once:
+        free.put(device)
+
+    def work(job: tuple[Path | int, str]) -> None:
+        device = free.get()
+        try:
+            evaluate(args, options, *job, device)
+        finally:
+            free.put(device)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        list(pool.map(work, itertools.product(args.runs or args.orders, args.formats)))
 
 
-def evaluate(
-    args: argparse.Namespace, options: Sequence[str], levels: dict[str, str], adapter: Path | None, served: str
-) -> None:
-    """Add the row of one evaluation, unless it is there."""
+def evaluate(args: argparse.Namespace, options: Sequence[str], what: Path | int, served: str, device: str) -> None:
+    """Add the row of a run or an order, unless it is there."""
+    levels, adapter = {"order": str(what), "method": "start"}, None
+    if isinstance(what, Path):
+        levels, adapter = levels_of(what), what / "adapter"
     name = ",".join(f"{factor}={level}" for factor, level in {**levels, "served": served}.items())
     if name in read_rows(args.rows):
         return
     folder = args.folder / name
-    command = words(args.prepared, int(levels["order"]), served, adapter, folder, args.samples)
-    subprocess.run([sys.executable, "-m", "qerl_pl", *command, *options], check=True, cwd=ROOT)
+    own = {"start": served, "lora16": "none"}.get(levels["method"], levels["method"].partition("_")[0])
+    samples = args.samples if served == own else args.cross_samples
+    command = words(args.prepared, int(levels["order"]), served, adapter, folder, samples)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_devices(device)}
+    subprocess.run([sys.executable, "-m", "qerl_pl", *command, *options], check=True, cwd=ROOT, env=environment)
     evaluation = json.loads((folder / "evaluation.json").read_text())
     lines = [json.loads(line) for line in (folder / evaluation["samples"]).read_text().splitlines()]
     where = report.environment()
-    row = {"run": name, "levels": {**levels, "served": served}, "samples": args.samples, "where": where}
+    row = {"run": name, "levels": {**levels, "served": served}, "samples": samples, "where": where}
     add_row(args.rows, {**row, **counts(lines)})
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -111,11 +112,16 @@ def test_counts_of_each_question() -> None:
 
 
 def test_every_run_is_evaluated_once_on_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    asked: list[tuple[str, ...]] = []
+    devices: list[str] = []
+    together = Barrier(2)
 
-    def evaluated(command: list[str], **_: object) -> None:
+    def evaluated(command: list[str], *, env: dict[str, str], **_: object) -> None:
         options = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
-        asked.append((options["model.policy.quantization"], options["model.policy.adapter"]))
+        words = ("model.policy.quantization", "model.policy.adapter", "rollout.evaluation.samples")
+        asked.append(tuple(options.get(word, "") for word in words))
+        devices.append(env["CUDA_VISIBLE_DEVICES"])
+        together.wait(60)  # for another GPU's
         folder = Path(options["trainer.default_root_dir"])
         folder.mkdir(parents=True)
         (folder / "evaluation.json").write_text(json.dumps({"samples": "samples.jsonl"}))
@@ -124,15 +130,30 @@ def test_every_run_is_evaluated_once_on_every_format(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(subprocess, "run", evaluated)
     monkeypatch.setenv("QERL_COMMIT", "abc")
-    runs = [str(tmp_path / f"seed={seed},order=1,rollouts=128,method=nvfp4") for seed in (200, 201)]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    methods = {200: "nvfp4_aqn_2", 201: "lora16"}
+    runs = [str(tmp_path / f"seed={seed},order=1,rollouts=128,method={method}") for seed, method in methods.items()]
     given = [str(tmp_path / "prepared"), str(tmp_path / "counts.jsonl"), "--folder", str(tmp_path / "evaluations")]
     for _ in range(2):
-        main([*given, "--runs", *runs, "--formats", "nvfp4", "none"])
-    assert asked == [(served, f"{run}/adapter") for run in runs for served in ("nvfp4", "none")]
+        main([*given, "--runs", *runs, "--formats", "nvfp4", "none", "--devices", "0", "1"])
+    assert sorted(asked) == sorted(
+        [
+            ("nvfp4", f"{runs[0]}/adapter", "16"),
+            ("none", f"{runs[0]}/adapter", "4"),
+            ("nvfp4", f"{runs[1]}/adapter", "4"),
+            ("none", f"{runs[1]}/adapter", "16"),
+        ]
+    )
+    assert sorted(devices) == ["0", "0", "1", "1"]
     rows = [json.loads(line) for line in (tmp_path / "counts.jsonl").read_text().splitlines()]
-    evaluated_as = [(row["levels"]["seed"], row["levels"]["served"]) for row in rows]
-    assert evaluated_as == [("200", "nvfp4"), ("200", "none"), ("201", "nvfp4"), ("201", "none")]
+    evaluated_as = sorted((row["levels"]["seed"], row["levels"]["served"]) for row in rows)
+    assert evaluated_as == [("200", "none"), ("200", "nvfp4"), ("201", "none"), ("201", "nvfp4")]
     assert {(*row["greedy"], *row["sampled"], row["where"]["commit"]) for row in rows} == {(1, 1, "abc")}
+    main([*given, "--orders", "0", "2", "--formats", "nf4", "--at-once", "2"])
+    assert asked[4:] == [("nf4", "", "16")] * 2 and devices[4:] == ["0", "0"]
+    starts = [json.loads(line)["levels"] for line in (tmp_path / "counts.jsonl").read_text().splitlines()[4:]]
+    assert sorted(one.pop("order") for one in starts) == ["0", "2"]
+    assert starts == [{"method": "start", "served": "nf4"}] * 2
 
 
 def test_an_early_end_leaves_fewer_seeds_and_no_fewer_methods() -> None:
