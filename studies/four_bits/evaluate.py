@@ -1,4 +1,4 @@
-"""Grade the test questions by greedy decoding and 16 samples each, in one format; a row of counts for each evaluation.
+"""Grade the test questions by greedy decoding and 16 samples each, 4 on another format; rows of counts by question.
 
     python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --orders 0 1 2 --formats none nvfp4
     python -m studies.four_bits.evaluate PREPARED counts.jsonl --folder evaluations --runs RUN ... --formats nvfp4 none
