@@ -15,8 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy
 
-OWN_FORMAT = {"lora16": "none", "nvfp4": "nvfp4", "nvfp4_aqn": "nvfp4", "nf4": "nf4"}
-"""The format that a method trains on."""
+
+def own_format(method: str) -> str:
+    """The format that a method trains on."""
+    return "none" if method == "lora16" else method.partition("_")[0]
+
+
+OWN_FORMAT = {method: own_format(method) for method in ("lora16", "nvfp4", "nvfp4_aqn", "nf4")}
+"""Of the methods that are compared."""
 MARGIN = 0.02
 PRIMARY = ("nvfp4_aqn", "lora16")
 Key = tuple[str, str]

@@ -5,14 +5,15 @@
 Its unit is a rounding, an order of the model's channels; values of two seeds are averaged within it.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from studies.four_bits.analysis import difference, student_quantile
+from benchmarks import report
+from studies.four_bits.analysis import difference
+from studies.sweep.rows import read_rows
 
 FOLDER = Path(__file__).parent
 GREEDY, SAMPLED = "val/accuracy", "val/pass@1"
@@ -99,37 +100,39 @@ def sixths(rows: Sequence[Row]) -> list[float]:
     return [float(numpy.nanmean(part)) for part in numpy.array_split(noisy - plain, 6, axis=1)]
 
 
+def rows_measured() -> list[Row]:
+    """The rows of all runs."""
+    return [*read_rows(FOLDER / "earlier.jsonl").values()]
+
+
 def mean(values: Sequence[float]) -> str:
-    half = student_quantile(len(values) - 1, 0.975) * numpy.std(values, ddof=1) / len(values) ** 0.5
-    return f"{numpy.mean(values):.3f} ± {half:.3f}"
+    interval = difference(values)
+    return f"{interval.mean:.3f} ± {interval.high - interval.mean:.3f}"
 
 
 def page(rows: Sequence[Row]) -> str:
-    methods = ["| method | roundings | greedy | sampled |", "|---|---|---|---|"]
+    methods, differences = [], []
     for policy, policy_label in POLICIES.items():
         for method, label in METHODS.items():
             greedy, sampled = (by_rounding(ends(rows, policy, method, tag)) for tag in (GREEDY, SAMPLED))
             if greedy and (policy, method) != ("smollm2", "lora16_aqn"):
-                cells = [
-                    f"{label} ({policy_label})",
-                    str(len(greedy)),
-                    *(mean([*one.values()]) for one in (greedy, sampled)),
-                ]
-                methods.append(f"| {' | '.join(cells)} |")
-    differences = ["| difference | roundings | greedy | sampled |", "|---|---|---|---|"]
+                means = [mean([*one.values()]) for one in (greedy, sampled)]
+                methods.append([f"{label} ({policy_label})", len(greedy), *means])
     for policy, first, second in DIFFERENCES:
-        found = [difference([*paired(rows, policy, first, second, tag).values()]) for tag in (GREEDY, SAMPLED)]
-        cells = [f"{METHODS[first]} − {METHODS[second]} ({POLICIES[policy]})", str(found[0].pairs)]
-        cells += [f"{one.mean:+.3f} [{one.low:+.3f}, {one.high:+.3f}]" for one in found]
-        differences.append(f"| {' | '.join(cells)} |")
+        intervals = [difference([*paired(rows, policy, first, second, tag).values()]) for tag in (GREEDY, SAMPLED)]
+        cells = [f"{one.mean:+.3f} [{one.low:+.3f}, {one.high:+.3f}]" for one in intervals]
+        name = f"{METHODS[first]} − {METHODS[second]} ({POLICIES[policy]})"
+        differences.append([name, intervals[0].pairs, *cells])
     gaps = {name: paired(rows, *DIFFERENCES[0], tag) for name, tag in (("greedy", GREEDY), ("sampled", SAMPLED))}
     figures = {f"own_{name}": f"{gap[0]:+.3f}" for name, gap in gaps.items()}
     for name, gap in gaps.items():
         figures[f"others_{name}"] = f"{numpy.mean([value for rounding, value in gap.items() if rounding]):+.3f}"
     figures["sixths"] = ", ".join(f"{value:+.3f}" for value in sixths(rows))
-    return PAGE.format(methods="\n".join(methods), differences="\n".join(differences), **figures)
+    columns = ["roundings", "greedy", "sampled"]
+    figures["methods"] = report.markdown(["method", *columns], methods)
+    figures["differences"] = report.markdown(["difference", *columns], differences)
+    return PAGE.format(**figures)
 
 
 if __name__ == "__main__":
-    lines = (FOLDER / "earlier.jsonl").read_text().splitlines()
-    (FOLDER / "earlier.md").write_text(page([json.loads(line) for line in lines]))
+    (FOLDER / "earlier.md").write_text(page(rows_measured()))

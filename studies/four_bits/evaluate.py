@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from benchmarks import report
+from studies.four_bits.analysis import own_format
 from studies.sweep.plan import ROOT
 from studies.sweep.rows import add_row, read_rows
 from studies.sweep.runner import visible_devices
@@ -103,8 +104,8 @@ def evaluate(args: argparse.Namespace, options: Sequence[str], what: Path | int,
     if name in read_rows(args.rows):
         return
     folder = args.folder / name
-    own = {"start": served, "lora16": "none"}.get(levels["method"], levels["method"].partition("_")[0])
-    samples = args.samples if served == own else args.cross_samples
+    is_own = levels["method"] == "start" or served == own_format(levels["method"])
+    samples = args.samples if is_own else args.cross_samples
     command = words(args.prepared, int(levels["order"]), served, adapter, folder, samples)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": visible_devices(device)}
     subprocess.run([sys.executable, "-m", "qerl_pl", *command, *options], check=True, cwd=ROOT, env=environment)

@@ -5,7 +5,6 @@
 Bands and bars are 95 % intervals of Student's t over seeds, thick bars 90 %, which decide equivalence.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,8 +16,9 @@ from matplotlib.figure import Figure
 
 from benchmarks import report
 from studies.four_bits.analysis import MARGIN, PRIMARY, accuracies, comparisons, difference, student_quantile
+from studies.four_bits.earlier import METHODS, SAMPLED, paired, rows_measured
+from studies.sweep.rows import read_rows
 
-LABELS = {"nvfp4_aqn": "NVFP4 + AQN", "lora16": "16-bit LoRA"}
 COLOURS = dict(zip(PRIMARY, ("#ee6677", "#4477aa"), strict=True))
 """Colour-blind safe."""
 DIFFERENCES = {
@@ -32,8 +32,6 @@ DIFFERENCES = {
     "served on 16 bits: nvfp4 less lora16": "served on 16 bits: trained on NVFP4 − on 16 bits",
 }
 """Comparisons of `analysis.comparisons`, by the names that a row has."""
-SMALLER = ("at 0.5B: NVFP4 + AQN − 16-bit LoRA", -0.034, -0.040, -0.028)
-"""The earlier study's row (earlier.md, sampled accuracy): name, mean and 95 % interval."""
 WIDTH, CURVES, ROW = 5.5, 3.0, 0.5
 """Inches: width, height of the curves and of a difference."""
 
@@ -57,7 +55,7 @@ def bands(rows: Sequence[Mapping[str, Any]], method: str) -> numpy.ndarray:
 def draw_curves(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     for method, colour in COLOURS.items():
         rollouts, mean, low, high = bands(rows, method)
-        axis.plot(rollouts, mean, color=colour, label=LABELS[method])
+        axis.plot(rollouts, mean, color=colour, label=METHODS[method])
         axis.fill_between(rollouts, low, high, color=colour, alpha=0.2, lw=0)
     axis.set(xlabel="rollouts", ylabel="reward")
     axis.grid(alpha=0.3)
@@ -65,17 +63,17 @@ def draw_curves(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_differences(axis: Axes, counts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw a row for each comparison that has two pairs, and return their names."""
+    """Draw a row for each comparison that has two pairs and for the earlier study, and return their names."""
     measured = comparisons(accuracies(counts, "sampled"))
     found = {DIFFERENCES[name]: difference(values) for name, values in measured.items() if name in DIFFERENCES}
     for row, one in enumerate(found.values()):
         axis.plot([one.low, one.high], [row, row], color="#444444", lw=1.5)
         axis.plot([one.low90, one.high90], [row, row], color="#444444", lw=4)
         axis.plot(one.mean, row, "o", color="#444444", markersize=5)
-    name, mean, low, high = SMALLER
-    axis.plot([low, high], [len(found)] * 2, color="#999999", lw=1.5)
-    axis.plot(mean, len(found), "o", color="#999999", markersize=5)
-    names = [*found, name]
+    smaller = difference([*paired(rows_measured(), "qwen", *PRIMARY, SAMPLED).values()])
+    axis.plot([smaller.low, smaller.high], [len(found)] * 2, color="#999999", lw=1.5)
+    axis.plot(smaller.mean, len(found), "o", color="#999999", markersize=5)
+    names = [*found, f"at 0.5B: {DIFFERENCES['nvfp4_aqn less lora16']}"]
     for row, text in enumerate(names):
         axis.text(0.01, row - 0.15, text, transform=axis.get_yaxis_transform(), va="bottom")
     for value in (-MARGIN, MARGIN):
@@ -97,8 +95,7 @@ def draw(rows: Sequence[Mapping[str, Any]], counts: Sequence[Mapping[str, Any]],
 
 
 def main(rows: Path, counts: Path, path: Path) -> None:
-    tables = [[json.loads(line) for line in one.read_text().splitlines()] for one in (rows, counts)]
-    draw(*tables, path)
+    draw([*read_rows(rows).values()], [*read_rows(counts).values()], path)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from studies.four_bits.analysis import student_quantile
+from studies.four_bits.analysis import difference
 from studies.sweep.rows import read_rows
 
 Row = dict[str, Any]
@@ -63,8 +63,8 @@ def mean(values: Sequence[float | None], format_spec: str) -> str:
         return "-"
     if len(found) == 1:
         return f"{found[0]:{format_spec}}"
-    half = student_quantile(len(found) - 1, 0.975) * statistics.stdev(found) / len(found) ** 0.5
-    return f"{statistics.fmean(found):{format_spec}} ± {half:{format_spec}}"
+    interval = difference(found)
+    return f"{interval.mean:{format_spec}} ± {interval.high - interval.mean:{format_spec}}"
 
 
 COLUMNS: dict[str, tuple[Callable[[Row], float | None], str]] = {
