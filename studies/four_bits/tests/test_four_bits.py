@@ -174,9 +174,9 @@ def test_an_early_end_leaves_fewer_seeds_and_no_fewer_methods() -> None:
 def test_rates_are_tried_on_training_rows_alone() -> None:
     runs = [run for run in read_plan(STUDY / "study.yaml").runs if run.levels["rollouts"] == 64]
     assert {run.overrides["data.val_split"] for run in runs} == {"held_out"}
-    assert [str(run.overrides["model.optimizer.lr"]) for run in runs].count("0.0001") == 4  # two formats, two seeds
+    assert [str(run.overrides["model.optimizer.lr"]) for run in runs].count("0.0001") == 2  # two formats, tried once
     rates = {(*run.levels.values(),): str(run.overrides["model.optimizer.lr"]) for run in runs}
-    assert len(rates) == 16 and set(rates.values()) == {"1e-05", "3e-05", "6e-05", "0.0001"}
+    assert len(rates) == 14 and set(rates.values()) == {"1e-05", "3e-05", "6e-05", "0.0001"}
 
 
 def test_runs_begin_with_rows_in_three_parts_and_the_policy_in_three_orders(
