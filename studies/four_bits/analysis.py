@@ -79,6 +79,12 @@ def difference(values: Sequence[float]) -> Difference:
     return Difference(mean, mean - wide, mean + wide, mean - narrow, mean + narrow, deviation, len(array), p_value)
 
 
+def with_half_width(values: Sequence[float], format_spec: str = ".3f") -> str:
+    """Mean of several values and half the width of its 95 % interval, such as "0.380 ± 0.009"."""
+    found = difference(values)
+    return f"{found.mean:{format_spec}} ± {found.high - found.mean:{format_spec}}"
+
+
 def detectable_effect(deviation: float, pairs: int) -> float:
     """The difference that a two-sided test at 0.05 finds with power 0.8, on the difference's side."""
     degrees = pairs - 1

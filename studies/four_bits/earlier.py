@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from benchmarks import report
-from studies.four_bits.analysis import difference
+from studies.four_bits.analysis import difference, with_half_width
 from studies.sweep.rows import read_rows
 
 FOLDER = Path(__file__).parent
@@ -96,18 +96,13 @@ def sixths(rows: Sequence[Row]) -> list[float]:
     for row in rows:
         if row["levels"]["policy"] == "qwen" and row["levels"]["method"] in curves:
             curves[row["levels"]["method"]][row["levels"]["rounding"], row["levels"]["seed"]] = row["curves"]["reward"]
-    noisy, plain = (numpy.array([found[unit] for unit in sorted(found)], dtype=float) for found in curves.values())
-    return [float(numpy.nanmean(part)) for part in numpy.array_split(noisy - plain, 6, axis=1)]
+    aqn, lora16 = (numpy.array([by_unit[unit] for unit in sorted(by_unit)], dtype=float) for by_unit in curves.values())
+    return [float(numpy.nanmean(part)) for part in numpy.array_split(aqn - lora16, 6, axis=1)]
 
 
 def rows_measured() -> list[Row]:
     """The rows of all runs."""
     return [*read_rows(FOLDER / "earlier.jsonl").values()]
-
-
-def mean(values: Sequence[float]) -> str:
-    interval = difference(values)
-    return f"{interval.mean:.3f} ± {interval.high - interval.mean:.3f}"
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -116,7 +111,7 @@ def page(rows: Sequence[Row]) -> str:
         for method, label in METHODS.items():
             greedy, sampled = (by_rounding(ends(rows, policy, method, tag)) for tag in (GREEDY, SAMPLED))
             if greedy and (policy, method) != ("smollm2", "lora16_aqn"):
-                means = [mean([*one.values()]) for one in (greedy, sampled)]
+                means = [with_half_width([*one.values()]) for one in (greedy, sampled)]
                 methods.append([f"{label} ({policy_label})", len(greedy), *means])
     for policy, first, second in DIFFERENCES:
         intervals = [difference([*paired(rows, policy, first, second, tag).values()]) for tag in (GREEDY, SAMPLED)]

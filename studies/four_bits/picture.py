@@ -70,9 +70,9 @@ def draw_differences(axis: Axes, counts: Sequence[Mapping[str, Any]]) -> list[st
         axis.plot([one.low, one.high], [row, row], color="#444444", lw=1.5)
         axis.plot([one.low90, one.high90], [row, row], color="#444444", lw=4)
         axis.plot(one.mean, row, "o", color="#444444", markersize=5)
-    smaller = difference([*paired(rows_measured(), "qwen", *PRIMARY, SAMPLED).values()])
-    axis.plot([smaller.low, smaller.high], [len(found)] * 2, color="#999999", lw=1.5)
-    axis.plot(smaller.mean, len(found), "o", color="#999999", markersize=5)
+    earlier = difference([*paired(rows_measured(), "qwen", *PRIMARY, SAMPLED).values()])
+    axis.plot([earlier.low, earlier.high], [len(found)] * 2, color="#999999", lw=1.5)
+    axis.plot(earlier.mean, len(found), "o", color="#999999", markersize=5)
     names = [*found, f"at 0.5B: {DIFFERENCES['nvfp4_aqn less lora16']}"]
     for row, text in enumerate(names):
         axis.text(0.01, row - 0.15, text, transform=axis.get_yaxis_transform(), va="bottom")

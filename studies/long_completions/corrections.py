@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from studies.four_bits.analysis import difference
+from studies.four_bits.analysis import with_half_width
 from studies.sweep.rows import read_rows
 
 Row = dict[str, Any]
@@ -61,10 +61,7 @@ def mean(values: Sequence[float | None], format_spec: str) -> str:
     found = [value for value in values if value is not None]
     if not found:
         return "-"
-    if len(found) == 1:
-        return f"{found[0]:{format_spec}}"
-    interval = difference(found)
-    return f"{interval.mean:{format_spec}} ± {interval.high - interval.mean:{format_spec}}"
+    return f"{found[0]:{format_spec}}" if len(found) == 1 else with_half_width(found, format_spec)
 
 
 COLUMNS: dict[str, tuple[Callable[[Row], float | None], str]] = {

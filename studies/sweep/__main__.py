@@ -126,7 +126,6 @@ def main(words: list[str] | None = None) -> int:
             raise
         print(f"study: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 if __name__ == "__main__":

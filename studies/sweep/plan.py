@@ -9,8 +9,8 @@
     defaults: {method: lora16, seed: 0}      # levels of factors that a block does not name
     blocks: [{method: [lora16, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each block, without duplicates
 
-`${factor}` is the level of a factor, also within another name, as in `${rate_${method}}`. A level may also set its own
-`config`, and later factors override earlier ones. `with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set`
+`${factor}` is the level of a factor, also within another name, as in `${rate_${method}}`. Later factors override
+earlier ones. `with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set`
 applies only in combination with that level of another factor.
 """
 
@@ -125,7 +125,7 @@ def _combinations(
 
 
 def _run(path: Path, study: Mapping[str, Any], factors: Mapping[str, Any], levels: dict[str, Level]) -> Run:
-    overrides, config = dict(study.get("set", {})), study["config"]
+    overrides = dict(study.get("set", {}))
     for factor, level in levels.items():
         about = factors[factor]
         if "keys" in about:
@@ -135,10 +135,9 @@ def _run(path: Path, study: Mapping[str, Any], factors: Mapping[str, Any], level
             overrides |= settings.get("set", {})
             for other, sets in settings.get("with", {}).items():
                 overrides |= sets.get(levels[other], {})
-            config = settings.get("config", config)
         else:
             raise UserError(f"a block names levels of a factor; {path} has {level} as {factor}; define it there")
-    return Run(levels, ROOT / config, {key: _with_levels(value, levels) for key, value in overrides.items()})
+    return Run(levels, ROOT / study["config"], {key: _with_levels(value, levels) for key, value in overrides.items()})
 
 
 def _with_levels(value: Any, levels: Mapping[str, Level]) -> Any:
