@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.utils.data import DataLoader
 
 from qerl_pl.callbacks import RolloutCallback
 from qerl_pl.datamodules import ArithmeticDataModule
+from qerl_pl.runtime.strategy import communicator_of
 
 ROOT = Path(__file__).parent.parent
 PHASES = ("sync", "rollout", "wait", "update", "sleep")
@@ -54,6 +56,11 @@ def launch(words: list[str], own: Mapping[str, str] = {}) -> "subprocess.Popen[b
     paths = [str(Path(__file__).parent), str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.Popen([sys.executable, "-m", "qerl_pl", "fit", *words], env=environment)
+
+
+def own_caches(run: Path) -> dict[str, str]:
+    """Compiled kernels of a run are its own, since runs of other shapes start beside it."""
+    return {"VLLM_CACHE_ROOT": f"{run}-vllm", "TRITON_CACHE_DIR": f"{run}-triton"}
 
 
 def finish(process: "subprocess.Popen[bytes]", name: str) -> None:
@@ -97,29 +104,39 @@ def part_killed(args: argparse.Namespace, write: Callable[[str, Any], None]) -> 
     base = None
     if args.shape:
         base = written(args.base / f"{args.shape}-{args.layers}-layers", args.shape, layers=args.layers, codes=True)
-    uninterrupted = args.folder / "uninterrupted"
-    finish(launch(quickstart(uninterrupted, base, args)), "the uninterrupted run")
-    expected, rows = load_file(uninterrupted / "adapter" / "adapter_model.safetensors"), []
-    if not any(tensor.any() for name, tensor in expected.items() if "lora_B" in name):
-        raise SystemExit("nothing was trained")
-    for which in ("one rank", "all ranks")[args.devices[-1] == 1 :]:
-        run = args.folder / which.replace(" ", "-")
-        process = launch(quickstart(run, base, args))
-        while process.poll() is None and not list(run.glob("checkpoints/step=*.ckpt")):
-            time.sleep(0.02)
-        ranks = [one for one in psutil.Process(process.pid).children() if "qerl_pl" in " ".join(one.cmdline())]
-        started = time.perf_counter()
-        for rank in ranks[:1] if which == "one rank" else ranks:
-            rank.send_signal(signal.SIGKILL)
-        if which == "all ranks":
-            process.kill()
-        status, seconds = process.wait(), time.perf_counter() - started
-        finish(launch(quickstart(run, base, args)), "the resumed run")
-        found = load_file(run / "adapter" / "adapter_model.safetensors")
-        same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        rows.append([args.devices[-1], which, status, f"{seconds:.1f}", same])
-        headers = ["devices", "killed", "status", "s until the run had ended", "same adapter bits after resuming"]
-        write(report.markdown(headers, rows), rows)
+    whole = args.folder / "uninterrupted"
+    uninterrupted = launch(quickstart(whole, base, args), own_caches(whole))
+    interrupted = ("one rank", "all ranks")[args.devices[-1] == 1 :]
+    with ThreadPoolExecutor() as pool:  # side by side: only bits are compared
+        ended = pool.map(lambda which: killed_and_resumed(which, base, args), interrupted)
+        finish(uninterrupted, "the uninterrupted run")
+        expected, rows = load_file(whole / "adapter" / "adapter_model.safetensors"), []
+        if not any(tensor.any() for name, tensor in expected.items() if "lora_B" in name):
+            raise SystemExit("nothing was trained")
+        for which, (found, status, seconds) in zip(interrupted, ended, strict=True):
+            same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+            rows.append([args.devices[-1], which, status, f"{seconds:.1f}", same])
+            headers = ["devices", "killed", "status", "s until the run had ended", "same adapter bits after resuming"]
+            write(report.markdown(headers, rows), rows)
+
+
+def killed_and_resumed(
+    which: str, base: Path | None, args: argparse.Namespace
+) -> tuple[dict[str, torch.Tensor], int, float]:
+    """Adapter of a run killed after its first checkpoint and resumed, its status when killed, seconds to its end."""
+    run = args.folder / which.replace(" ", "-")
+    process = launch(quickstart(run, base, args), own_caches(run))
+    while process.poll() is None and not list(run.glob("checkpoints/step=*.ckpt")):
+        time.sleep(0.02)
+    ranks = [one for one in psutil.Process(process.pid).children() if "qerl_pl" in " ".join(one.cmdline())]
+    started = time.perf_counter()
+    for rank in ranks[:1] if which == "one rank" else ranks:
+        rank.send_signal(signal.SIGKILL)
+    if which == "all ranks":
+        process.kill()
+    status, seconds = process.wait(), time.perf_counter() - started
+    finish(launch(quickstart(run, base, args), own_caches(run)), "the resumed run")
+    return load_file(run / "adapter" / "adapter_model.safetensors"), status, seconds
 
 
 class Sizes(ArithmeticDataModule):
@@ -147,7 +164,27 @@ class Turn(Callback):
         (self.folder / f"ready{trainer.global_rank}").touch()
         while not (self.folder / "go").exists():
             time.sleep(0.05)
+        if trainer.world_size > 1:
+            self._reduce(trainer)
         self._note(trainer)
+
+    def _reduce(self, trainer: Trainer) -> None:
+        """Seconds of one all-reduce as large as all gradients, of 20 in a row after one more."""
+        parameters = trainer.lightning_module.parameters()
+        gradients = [torch.zeros_like(parameter) for parameter in parameters if parameter.requires_grad]
+        ranks, synchronize = (
+            communicator_of(trainer),
+            torch.cuda.synchronize if torch.cuda.is_available() else lambda: None,
+        )
+        for count in (1, 20):
+            synchronize()
+            started = time.perf_counter()
+            for _ in range(count):
+                ranks.all_reduce(gradients)
+            synchronize()
+        if trainer.is_global_zero:
+            gib = sum(gradient.nbytes for gradient in gradients) / 2**30
+            (self.folder / "reduce").write_text(f"{(time.perf_counter() - started) / 20} {gib}")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._note(trainer)
@@ -204,8 +241,7 @@ def start(kind: str, devices: int, first: int, args: argparse.Namespace) -> "sub
     base, run = args.base / f"{args.shape}-{kind}", args.folder / f"{kind}-{devices}"
     run.mkdir(parents=True)
     (run / "run.yaml").write_text(yaml.safe_dump(settings(args, base, run, devices, kind)))
-    own = {"VLLM_CACHE_ROOT": str(run / "vllm"), "TRITON_CACHE_DIR": str(run / "triton")}
-    own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + devices)))
+    own = {**own_caches(run), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + devices)))}
     return launch(["-c", str(run / "run.yaml")], own)
 
 
@@ -215,11 +251,17 @@ def row_of(kind: str, devices: int, args: argparse.Namespace) -> dict[str, Any]:
     values, ends = scalars(run), [float(line) for line in (run / "ends").read_text().split()]
     values["seconds"] = [end - start for start, end in itertools.pairwise(ends)]
     found: dict[str, Any] = {}
+    reduce = (run / "reduce").read_text().split() if (run / "reduce").exists() else ["0", "0"]
     begin = WARM_UP
     for prompts, end in zip(args.prompts, itertools.accumulate(args.steps), strict=True):
         later = {tag: series[begin:end] for tag, series in values.items()}
         tokens = [length * prompts * 8 for length in later["completions/length_mean"]]
-        found[str(prompts)] = {"seconds": later.pop("seconds"), "tokens_of_a_gpu": tokens, "all": later}
+        found[str(prompts)] = {
+            "seconds": later.pop("seconds"),
+            "reduce": reduce,
+            "tokens_of_a_gpu": tokens,
+            "all": later,
+        }
         begin = end
     return found
 
@@ -268,7 +310,8 @@ def table_of(found: dict[str, Any], args: argparse.Namespace) -> str:
                 row = [kind, f"{prompts} x 8 x {args.tokens}", devices, f"{statistics.median(seconds):.2f}"]
                 row += [f"{min(seconds):.2f} to {max(seconds):.2f}", f"{statistics.median(rates):.0f}", share]
                 row += [f"{statistics.median(one['all'][f'time/{name}_s']):.2f}" for name in PHASES]
-                rows.append([*row, f"{max(one['all'].get('memory/driver_gib', [0.0])):.1f}"])
+                row += [f"{1000 * float(one['reduce'][0]):.1f}", f"{max(one['all']['memory/peak_gib']):.1f}"]
+                rows.append(row)
     headers = [
         "base",
         "a rank",
@@ -278,7 +321,8 @@ def table_of(found: dict[str, Any], args: argparse.Namespace) -> str:
         "tokens/s a GPU",
         "of one GPU's",
         *PHASES,
-        "GiB, waiting runs included",
+        "ms an all-reduce",
+        "peak GiB of PyTorch",
     ]
     return report.markdown(headers, rows)
 
