@@ -1,9 +1,10 @@
 """The study's figures from its rows of counts, with numpy alone.
 
-    python studies/four_bits/analysis.py studies/four_bits/counts.jsonl
+    python studies/four_bits/analysis.py studies/four_bits/counts.jsonl studies/four_bits/study.jsonl
 
-A row has a policy's levels, the format that served it, and the number of right samples of each question. A difference
-is paired by seed, its interval Student's t over seeds; verdicts are those of plan.md.
+A row of counts has a policy's levels, the format that served it, and the number of right samples of each question; one
+of the study has a run's curves. A difference is paired by seed, its interval Student's t over seeds; verdicts are those
+of plan.md.
 """
 
 import json
@@ -21,6 +22,9 @@ def own_format(method: str) -> str:
     return "none" if method == "lora16" else method.partition("_")[0]
 
 
+FORMATS = {"none": "16 bits", "nvfp4": "NVFP4", "nf4": "NF4", "mxfp4": "MXFP4"}
+SIGMAS = {"nvfp4": "0", "nvfp4_aqn": "0.5 %", "nvfp4_aqn_2": "2 %", "nvfp4_aqn_5": "5 %"}
+"""Noise on the norms of an NVFP4 policy at its start, over each norm's RMS, by method."""
 OWN_FORMAT = {method: own_format(method) for method in ("lora16", "nvfp4", "nvfp4_aqn", "nf4")}
 """Of the methods that are compared."""
 MARGIN = 0.02
@@ -123,6 +127,12 @@ def verdict(found: Difference, margin: float = MARGIN) -> str:
     return "better" if found.mean > 0 else "worse"
 
 
+def accuracy(row: Mapping[str, Any], what: str) -> float:
+    """Share of right answers, "greedy" or "sampled"."""
+    answers = row["samples"] if what == "sampled" else 1
+    return float(numpy.asarray(row[what]).sum() / answers / len(row[what]))
+
+
 def accuracies(rows: Sequence[Mapping[str, Any]], what: str) -> dict[Key, dict[str, float]]:
     """Accuracy by method and serving format, then by seed ("start" before training), of 128 rollouts in order 0.
 
@@ -135,9 +145,8 @@ def accuracies(rows: Sequence[Mapping[str, Any]], what: str) -> dict[Key, dict[s
         levels = row["levels"]
         if levels["order"] != "0" or levels.get("rollouts", "128") != "128":
             continue
-        answers = row["samples"] if what == "sampled" else 1
-        right = numpy.asarray(row[what]).sum() / answers / len(row[what])
-        found.setdefault((levels["method"], levels["served"]), {})[levels.get("seed", "start")] = float(right)
+        by_seed = found.setdefault((levels["method"], levels["served"]), {})
+        by_seed[levels.get("seed", "start")] = accuracy(row, what)
     return found
 
 
@@ -164,31 +173,100 @@ def comparisons(found: Mapping[Key, Mapping[str, float]]) -> dict[str, list[floa
     return {name: values for name, values in pairs.items() if len(values) > 1}
 
 
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of these cells."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headers, ["---"] * len(headers), *rows))
+
+
+def before_training(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+    """Accuracy by order of the channels and format, with its share of that in 16 bits."""
+    found = {
+        (row["levels"]["order"], row["levels"]["served"]): accuracy(row, what)
+        for row in rows
+        if row["levels"]["method"] == "start"
+    }
+    lines = []
+    for order in sorted({order for order, _ in found}):
+        whole = found[order, "none"]
+        lines.append([order, f"{whole:.3f}"])
+        for served in list(FORMATS)[1:]:
+            kept = found.get((order, served))
+            lines[-1].append("" if kept is None else f"{kept:.3f} ({100 * kept / whole:.0f} %)")
+    return markdown(["order", *FORMATS.values()], lines)
+
+
+def single_pairs(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+    """The primary comparison in other orders of the channels and after 400 rollouts, pair by pair."""
+    found: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        levels = row["levels"]
+        method, unit = levels["method"], tuple(levels.get(one, "") for one in ("order", "rollouts", "seed"))
+        if method in PRIMARY and levels["served"] == OWN_FORMAT[method] and unit[:2] != ("0", "128"):
+            found.setdefault(unit, {})[method] = accuracy(row, what)
+    lines = [
+        [*unit, *(f"{one[method]:.3f}" for method in reversed(PRIMARY)), f"{one[PRIMARY[0]] - one[PRIMARY[1]]:+.3f}"]
+        for unit, one in sorted(found.items())
+        if len(one) == len(PRIMARY)
+    ]
+    return markdown(["order", "rollouts", "seed", "lora16", "nvfp4_aqn", "difference"], lines)
+
+
+def by_sigma(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
+    """NVFP4 by the noise's size, means of the seeds that all sizes have.
+
+    Reward grows by the slope of least squares over the first third of the rollouts. Entropy is the sampler's, in nats a
+    token, over the first third, where the noise is large, and the last.
+    """
+    curves: dict[str, dict[str, Mapping[str, list[float]]]] = {}
+    for run in runs:
+        levels = run["levels"]
+        if (levels["order"], levels["rollouts"]) == (0, 128):
+            curves.setdefault(levels["method"], {})[str(levels["seed"])] = run["curves"]
+    measured = [method for method in SIGMAS if method in curves]
+    seeds = set.intersection(*(set(curves[method]) for method in measured))
+    ends, lines = accuracies(rows, "sampled"), []
+    for method in measured:
+        values = []
+        for seed in seeds:
+            curve = curves[method][seed]
+            third = len(curve["reward"]) // 3
+            slope = numpy.polyfit(numpy.arange(third), curve["reward"][:third], 1)[0] * len(curve["reward"]) / 1.28
+            entropy = curve["sampler_entropy"]
+            end = ends.get((method, "nvfp4"), {}).get(seed, math.nan)
+            values.append([slope, numpy.mean(entropy[:third]), numpy.mean(entropy[-third:]), end])
+        lines.append([SIGMAS[method], *(f"{value:.3f}" for value in numpy.mean(values, axis=0)), str(len(seeds))])
+    headers = ["sigma", "reward, per 100 rollouts", "entropy, first third", "last third", "sampled accuracy", "seeds"]
+    return markdown(headers, lines)
+
+
 def report(rows: Sequence[Mapping[str, Any]], what: str) -> str:
-    """Accuracy of each method and serving format, and the comparisons with their verdicts, as Markdown."""
+    """Accuracy before training, of each method and serving format, and the comparisons with their verdicts."""
     found = accuracies(rows, what)
-    lines = [f"Accuracy, {what}:", "", "| method | served on | mean | runs |", "|---|---|---|---|"]
-    for (method, served), by_seed in found.items():
-        lines.append(f"| {method} | {served} | {numpy.mean(list(by_seed.values())):.3f} | {len(by_seed)} |")
-    lines += [
-        "",
-        "| comparison | difference [95 %] | [90 %] | pairs | p by Holm | verdict |",
-        "|---|---|---|---|---|---|",
+    means = [
+        [method, FORMATS[served], f"{numpy.mean(list(by_seed.values())):.3f}", str(len(by_seed))]
+        for (method, served), by_seed in found.items()
+        if method != "start"
     ]
     compared = {name: difference(values) for name, values in comparisons(found).items()}
     secondary = list(compared)[1:]
     adjusted = dict(zip(secondary, holm([compared[name].p_value for name in secondary]), strict=True))
+    differences = []
     for name, one in compared.items():
         wide, narrow = f"[{one.low:+.3f}, {one.high:+.3f}]", f"[{one.low90:+.3f}, {one.high90:+.3f}]"
         p_value = f"{adjusted[name]:.3f}" if name in adjusted else "primary"
-        lines.append(f"| {name} | {one.mean:+.3f} {wide} | {narrow} | {one.pairs} | {p_value} | {verdict(one)} |")
-    return "\n".join(lines)
+        differences.append([name, f"{one.mean:+.3f} {wide}", narrow, str(one.pairs), p_value, verdict(one)])
+    headers = ["comparison", "difference [95 %]", "[90 %]", "pairs", "p by Holm", "verdict"]
+    parts = [f"Before training, {what}:", before_training(rows, what), f"At the end, {what}:"]
+    parts += [markdown(["method", "served on", "mean", "runs"], means), markdown(headers, differences)]
+    parts += ["The other orders, and 400 rollouts:", single_pairs(rows, what)]
+    return "\n\n".join(parts)
 
 
-def main(path: Path) -> None:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    print("\n\n".join(report(rows, what) for what in ("sampled", "greedy")))
+def main(*paths: Path) -> None:
+    counts, runs = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
+    parts = [report(counts, what) for what in ("sampled", "greedy")]
+    print("\n\n".join([*parts, "Noise:", by_sigma(counts, runs)]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

@@ -60,7 +60,7 @@ def row(method: str, served: str, right: list[int], **levels: str) -> dict[str, 
 
 
 ROWS = [
-    row("start", "none", [2, 2]),
+    row("start", "none", [3, 1]),
     row("start", "nvfp4", [1, 2]),
     row("lora16", "none", [4, 3], seed="200", rollouts="128"),
     row("lora16", "none", [4, 2], seed="201", rollouts="128"),
@@ -85,6 +85,43 @@ def test_pairs_are_of_one_seed_and_gains_of_one_format() -> None:
     assert greedy["lora16", "none"] == {"200": 1.0, "201": 0.5}
 
 
+def test_before_training_an_order_is_compared_with_its_own_16_bits() -> None:
+    other = [row("start", "none", [4, 4], order="1"), row("start", "mxfp4", [1, 2], order="1")]
+    assert analysis.before_training([*other, *ROWS], "sampled").splitlines()[2:] == [
+        "| 0 | 0.500 | 0.375 (75 %) |  |  |",
+        "| 1 | 1.000 |  |  | 0.375 (38 %) |",
+    ]
+
+
+def test_pairs_of_other_orders_and_lengths_stand_alone() -> None:
+    other = row("lora16", "none", [1, 1], seed="200", rollouts="128", order="1")
+    assert analysis.single_pairs([*ROWS, other], "sampled").splitlines()[2:] == [
+        "| 1 | 128 | 200 | 0.250 | 0.000 | -0.250 |"  # 400 rollouts have no partner
+    ]
+
+
+def run(method: str, seed: int, rewards: list[float], entropies: list[float], **levels: int) -> dict[str, object]:
+    levels = {"order": 0, "rollouts": 128, "seed": seed, **levels}
+    return {"levels": {"method": method, **levels}, "curves": {"reward": rewards, "sampler_entropy": entropies}}
+
+
+RUNS = [
+    run("nvfp4_aqn", 200, [0.1, 0.3, 0.0, 0.0, 0.0, 0.0], [0.4, 0.6, 9.0, 9.0, 0.2, 0.4]),
+    run("nvfp4_aqn", 201, [0.0, 0.1, 0.0, 0.0, 0.0, 0.0], [0.2, 0.2, 9.0, 9.0, 0.1, 0.1]),
+    run("nvfp4", 201, [0.0, 0.3, 0.0, 0.0, 0.0, 0.0], [0.1, 0.1, 9.0, 9.0, 0.1, 0.1]),
+    run("nvfp4_aqn", 208, [9.0] * 6, [9.0] * 6, rollouts=400),
+    run("lora16", 201, [9.0] * 6, [9.0] * 6),
+]
+
+
+def test_noise_is_compared_over_seeds_that_every_sigma_has() -> None:
+    assert analysis.by_sigma(ROWS, RUNS).splitlines()[2:] == [
+        "| 0 | 1.406 | 0.100 | 0.100 | nan | 1 |",  # 0.3 in a point, a point in 21.3 rollouts; not graded yet
+        "| 0.5 % | 0.469 | 0.200 | 0.100 | 0.625 | 1 |",
+    ]
+    assert analysis.by_sigma(ROWS, RUNS[:2]).splitlines()[2:] == ["| 0.5 % | 0.703 | 0.350 | 0.200 | 0.688 | 2 |"]
+
+
 ANALYSIS = str(STUDY / "analysis.py")
 NOT_NUMPY = ["torch", "scipy", "qerl_pl", "studies"]
 """Packages whose import fails in the test."""
@@ -95,7 +132,10 @@ def test_the_analysis_needs_numpy_alone(tmp_path: Path) -> None:
     rows.write_text("".join(json.dumps(one) + "\n" for one in ROWS))
     hidden = f"import runpy, sys; sys.modules |= dict.fromkeys({NOT_NUMPY}); "
     program = f"{hidden}runpy.run_path({ANALYSIS!r}, None, '__main__')"
-    run = subprocess.run([sys.executable, "-c", program, str(rows)], capture_output=True, text=True, check=True)
+    (runs := tmp_path / "study.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUNS))
+    run = subprocess.run(
+        [sys.executable, "-c", program, str(rows), str(runs)], capture_output=True, text=True, check=True
+    )
     assert "| nvfp4_aqn less lora16 | -0.125 [-0.125, -0.125] |" in run.stdout
 
 
