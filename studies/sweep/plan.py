@@ -9,9 +9,7 @@
     defaults: {method: lora16, seed: 0}      # levels of factors that a block does not name
     blocks: [{method: [lora16, nvfp4], seed: [0, 1, 2]}, …]         # all combinations of each block, without duplicates
 
-`${factor}` is the level of a factor, also within another name, as in `${rate_${method}}`. Later factors override
-earlier ones. `with: {policy: {toy: {model.optimizer.lr: 0.001}}}` beside `set`
-applies only in combination with that level of another factor.
+`${factor}` is the level of a factor. Later factors override earlier ones.
 """
 
 import hashlib
@@ -53,11 +51,6 @@ class Run:
         """Hash of the run's settings, without machine-dependent values."""
         made_of = [yaml.safe_load(self.config.read_text()), self.overrides]
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:12]
-
-    @property
-    def devices(self) -> int:
-        """Number of devices."""
-        return int(self.overrides.get("trainer.devices", 1))
 
     @property
     def needs(self) -> set[str]:
@@ -131,10 +124,7 @@ def _run(path: Path, study: Mapping[str, Any], factors: Mapping[str, Any], level
         if "keys" in about:
             overrides |= dict.fromkeys(about["keys"], level)
         elif level in about["levels"]:
-            settings = about["levels"][level]
-            overrides |= settings.get("set", {})
-            for other, sets in settings.get("with", {}).items():
-                overrides |= sets.get(levels[other], {})
+            overrides |= about["levels"][level].get("set", {})
         else:
             raise UserError(f"a block names levels of a factor; {path} has {level} as {factor}; define it there")
     return Run(levels, ROOT / study["config"], {key: _with_levels(value, levels) for key, value in overrides.items()})

@@ -29,7 +29,7 @@ class Limits:
     """Concurrency and time limits."""
 
     devices: Sequence[str] = ("cpu",)
-    """GPU numbers, joined by commas for runs on several GPUs, or "cpu"."""
+    """GPU numbers, or "cpu"."""
     at_once: int = 1
     """Concurrent runs per device."""
     budget_s: float | None = None
@@ -97,11 +97,9 @@ class Runner:
             runs: Runs of the plan, in order.
 
         Raises:
-            UserError: A folder or row belongs to a run with other settings, or a run needs another number of GPUs.
+            UserError: A folder or row belongs to a run with other settings.
         """
         waiting = [run for run in runs if not self._is_done(run)]
-        for run in waiting:
-            self._check_devices(run)
         slots = [(device, slot) for slot in range(self.limits.at_once) for device in self.limits.devices]
         began, signals = time.monotonic(), StopSignals(self._on_signal)
         signals.take()
@@ -154,15 +152,6 @@ class Runner:
                 f"not {run.digest}; name other files by --out and --folder, or remove that run from them"
             )
 
-    def _check_devices(self, run: Run) -> None:
-        """Reject a run that needs another number of GPUs than --devices names."""
-        for device in self.limits.devices:
-            if device != "cpu" and len(device.split(",")) != run.devices:
-                raise UserError(
-                    f"a run has as many GPUs as it trains on; {run.name} trains on {run.devices} and --devices names "
-                    f"{device}; join so many numbers by commas, and choose runs that train on as many by --only"
-                )
-
     def _where_of(self) -> dict[str, Any]:
         """GPU, versions, commit, and the values that the study's file sets; those of the command line are folders."""
         values = {name: value for name, value in self.values.items() if self.plan.values.get(name) is not None}
@@ -178,7 +167,7 @@ class Runner:
         _note(folder, {"digest": run.digest, "where": where}, 0.0)
         paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
         environment = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (slots * run.devices))),
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // slots)),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(paths),
         }
@@ -232,9 +221,9 @@ class Runner:
 
 
 def visible_devices(device: str) -> str:
-    """CUDA_VISIBLE_DEVICES for a process on these GPUs, numbers among those visible here, joined by commas."""
-    visible, numbers = os.environ.get("CUDA_VISIBLE_DEVICES"), device.split(",")
-    return ",".join(visible.split(",")[int(number)] for number in numbers) if visible else device
+    """CUDA_VISIBLE_DEVICES for a process on this GPU, a number among those visible here."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[int(device)] if visible else device
 
 
 def _read_json(path: Path) -> dict[str, Any]:

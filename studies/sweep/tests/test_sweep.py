@@ -120,7 +120,7 @@ def plan_of(folder: Path, **changes: Any) -> Plan:
             "method": {
                 "levels": {
                     "lora16": {"set": {"model.policy.dtype": "float32", "model.policy.quantization": "none"}},
-                    "nvfp4": {"with": {"policy": {"other": {"data.val_size": 9}}}},
+                    "nvfp4": {},
                     "nvfp4_aqn": {},
                     "nvfp4_aqn_own": {},
                 }
@@ -163,9 +163,6 @@ def test_a_plan_has_every_combination_once(tmp_path: Path) -> None:
     assert first.digest != last.digest == plan_of(tmp_path, values={"size": 16}).runs[-1].digest
     other = next(run for run in plan.runs if run.levels["policy"] == "other")
     assert other.missing(plan.values) == ["where"] and other.missing({"size": 8, "where": "x"}) == []
-    rest = "policy=other,lr=own,decay=exponential,method=nvfp4"
-    sizes = {run.name: run.overrides.get("data.val_size") for run in plan.runs}
-    assert {name for name, size in sizes.items() if size} == {f"seed={n},{rest}" for n in range(3)}
     some = chosen(plan, {"method": ["lora16", "nvfp4"], "lr": "large"})
     assert {run.name[7:] for run in some} == {
         f"policy=toy,lr=large,decay=exponential,method={m}" for m in ("lora16", "nvfp4")
@@ -187,12 +184,12 @@ class Ended:
 
 @pytest.mark.parametrize(
     ("devices", "visible", "given"),
-    [(["0,1", "2,3"], None, ["0,1", "2,3"]), (["1,0"], "4,6,7", ["6,4", "6,4"]), (["cpu"], "0,1", ["", ""])],
+    [(["0", "1"], None, ["0", "1"]), (["1"], "4,6,7", ["6", "6"]), (["cpu"], "0,1", ["", ""])],
 )
-def test_a_run_sees_as_many_gpus_as_it_trains_on(
+def test_a_run_sees_one_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: list[str], visible: str | None, given: list[str]
 ) -> None:
-    plan = plan_of(tmp_path, set={"trainer.devices": 2})
+    plan = plan_of(tmp_path)
     runner = Runner(plan, plan.values, tmp_path / "runs", tmp_path / "rows.jsonl", Limits(devices))
     monkeypatch.setattr("subprocess.Popen", Ended)
     monkeypatch.setattr(Ended, "seen", [])
@@ -203,16 +200,7 @@ def test_a_run_sees_as_many_gpus_as_it_trains_on(
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     assert len(runner.work(plan.runs[:2]).failed) == 2
     assert [seen.get("CUDA_VISIBLE_DEVICES", "none") for seen in Ended.seen] == given
-    assert {seen["OMP_NUM_THREADS"] for seen in Ended.seen} == {str(6 // len(devices))}  # processors of a rank
-
-
-@pytest.mark.parametrize(("wanted", "device"), [(2, "0"), (1, "0,1")])
-def test_a_run_on_another_number_of_gpus_is_refused(tmp_path: Path, wanted: int, device: str) -> None:
-    plan = plan_of(tmp_path, set={"trainer.devices": wanted})
-    runner = Runner(plan, plan.values, tmp_path / "runs", tmp_path / "rows.jsonl", Limits(["cpu", device]))
-    with pytest.raises(UserError, match=f"trains on {wanted} and --devices names {device}; join so many numbers"):
-        runner.work(plan.runs)
-    assert not (tmp_path / "runs").exists()
+    assert {seen["OMP_NUM_THREADS"] for seen in Ended.seen} == {str(12 // len(devices))}  # processors of a run
 
 
 @pytest.mark.parametrize(
