@@ -63,6 +63,13 @@ def own_caches(run: Path) -> dict[str, str]:
     return {"VLLM_CACHE_ROOT": f"{run}-vllm", "TRITON_CACHE_DIR": f"{run}-triton"}
 
 
+def now() -> float:
+    """Seconds of the clock once the GPU has nothing left to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def finish(process: "subprocess.Popen[bytes]", name: str) -> None:
     if process.wait():
         raise SystemExit(f"{name} ended with status {process.returncode}")
@@ -172,29 +179,20 @@ class Turn(Callback):
         """Seconds of one all-reduce as large as all gradients, of 20 in a row after one more."""
         parameters = trainer.lightning_module.parameters()
         gradients = [torch.zeros_like(parameter) for parameter in parameters if parameter.requires_grad]
-        ranks, synchronize = (
-            communicator_of(trainer),
-            torch.cuda.synchronize if torch.cuda.is_available() else lambda: None,
-        )
         for count in (1, 20):
-            synchronize()
-            started = time.perf_counter()
+            started = now()
             for _ in range(count):
-                ranks.all_reduce(gradients)
-            synchronize()
+                communicator_of(trainer).all_reduce(gradients)
         if trainer.is_global_zero:
-            gib = sum(gradient.nbytes for gradient in gradients) / 2**30
-            (self.folder / "reduce").write_text(f"{(time.perf_counter() - started) / 20} {gib}")
+            (self.folder / "reduce").write_text(f"{(now() - started) / 20}")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._note(trainer)
 
     def _note(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
             with (self.folder / "ends").open("a") as file:
-                file.write(f"{time.perf_counter()}\n")
+                file.write(f"{now()}\n")
 
 
 def settings(args: argparse.Namespace, base: Path, run: Path, devices: int, kind: str) -> dict[str, Any]:
@@ -250,18 +248,12 @@ def row_of(kind: str, devices: int, args: argparse.Namespace) -> dict[str, Any]:
     run = args.folder / f"{kind}-{devices}"
     values, ends = scalars(run), [float(line) for line in (run / "ends").read_text().split()]
     values["seconds"] = [end - start for start, end in itertools.pairwise(ends)]
-    found: dict[str, Any] = {}
-    reduce = (run / "reduce").read_text().split() if (run / "reduce").exists() else ["0", "0"]
+    found: dict[str, Any] = {"reduce_s": float((run / "reduce").read_text()) if devices > 1 else 0.0}
     begin = WARM_UP
     for prompts, end in zip(args.prompts, itertools.accumulate(args.steps), strict=True):
         later = {tag: series[begin:end] for tag, series in values.items()}
         tokens = [length * prompts * 8 for length in later["completions/length_mean"]]
-        found[str(prompts)] = {
-            "seconds": later.pop("seconds"),
-            "reduce": reduce,
-            "tokens_of_a_gpu": tokens,
-            "all": later,
-        }
+        found[str(prompts)] = {"seconds": later.pop("seconds"), "tokens_of_a_gpu": tokens, "all": later}
         begin = end
     return found
 
@@ -310,8 +302,8 @@ def table_of(found: dict[str, Any], args: argparse.Namespace) -> str:
                 row = [kind, f"{prompts} x 8 x {args.tokens}", devices, f"{statistics.median(seconds):.2f}"]
                 row += [f"{min(seconds):.2f} to {max(seconds):.2f}", f"{statistics.median(rates):.0f}", share]
                 row += [f"{statistics.median(one['all'][f'time/{name}_s']):.2f}" for name in PHASES]
-                row += [f"{1000 * float(one['reduce'][0]):.1f}", f"{max(one['all']['memory/peak_gib']):.1f}"]
-                rows.append(row)
+                reduce_ms = 1000 * found[f"{kind}-{devices}"]["reduce_s"]
+                rows.append([*row, f"{reduce_ms:.1f}", f"{max(one['all']['memory/peak_gib']):.1f}"])
     headers = [
         "base",
         "a rank",

@@ -230,7 +230,8 @@ def by_sigma(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]
         for seed in seeds:
             curve = curves[method][seed]
             third = len(curve["reward"]) // 3
-            slope = numpy.polyfit(numpy.arange(third), curve["reward"][:third], 1)[0] * len(curve["reward"]) / 1.28
+            slope = numpy.polyfit(numpy.arange(third), curve["reward"][:third], 1)[0]  # from point to point
+            slope *= len(curve["reward"]) / 128 * 100
             entropy = curve["sampler_entropy"]
             end = ends.get((method, "nvfp4"), {}).get(seed, math.nan)
             values.append([slope, numpy.mean(entropy[:third]), numpy.mean(entropy[-third:]), end])
