@@ -58,13 +58,13 @@ def launch(words: list[str], own: Mapping[str, str] = {}) -> "subprocess.Popen[b
     return subprocess.Popen([sys.executable, "-m", "qerl_pl", "fit", *words], env=environment)
 
 
-def own_caches(run: Path) -> dict[str, str]:
-    """Compiled kernels of a run are its own, since runs of other shapes start beside it."""
+def cache_dirs(run: Path) -> dict[str, str]:
+    """Compile caches of a run, which other runs that start beside it do not share."""
     return {"VLLM_CACHE_ROOT": f"{run}-vllm", "TRITON_CACHE_DIR": f"{run}-triton"}
 
 
-def now() -> float:
-    """Seconds of the clock once the GPU has nothing left to do."""
+def synchronized_time() -> float:
+    """Seconds of the clock after the GPU's kernels have ended."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -87,8 +87,8 @@ def written(base: Path, shape: str, **settings: bool | int | None) -> Path:
     return base
 
 
-def quickstart(run: Path, base: Path | None, args: argparse.Namespace) -> list[str]:
-    """Arguments of `qerl fit`: the toy policy's, or with those of a base of random weights in its place."""
+def quickstart(run: Path, base: Path | None, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
+    """A `qerl fit` of the toy policy, or of a base of random weights in its place."""
     words = ["-c", str(ROOT / "configs" / "quickstart.yaml"), "--resume=auto", "--model.policy.dtype=bfloat16"]
     words += [f"--trainer.accelerator={args.accelerator}", f"--trainer.devices={args.devices[-1]}"]
     words += [f"--trainer.default_root_dir={run}", f"--trainer.max_steps={args.rollouts}"]
@@ -98,7 +98,12 @@ def quickstart(run: Path, base: Path | None, args: argparse.Namespace) -> list[s
     if base:
         words += [f"--model.policy.path={base}", "--model.policy.quantization=nvfp4"]
         words.append("--rollout.rewards=[ranks.even]")
-    return [*words, f"--checkpoint.every_n_rollouts={args.rollouts // 4}", "--trainer.enable_progress_bar=false"]
+    words += [f"--checkpoint.every_n_rollouts={args.rollouts // 4}", "--trainer.enable_progress_bar=false"]
+    return launch(words, cache_dirs(run))
+
+
+def adapter_of(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -111,17 +116,17 @@ def part_killed(args: argparse.Namespace, write: Callable[[str, Any], None]) -> 
     base = None
     if args.shape:
         base = written(args.base / f"{args.shape}-{args.layers}-layers", args.shape, layers=args.layers, codes=True)
-    whole = args.folder / "uninterrupted"
-    uninterrupted = launch(quickstart(whole, base, args), own_caches(whole))
+    reference = args.folder / "uninterrupted"
+    uninterrupted = quickstart(reference, base, args)
     interrupted = ("one rank", "all ranks")[args.devices[-1] == 1 :]
     with ThreadPoolExecutor() as pool:  # side by side: only bits are compared
         ended = pool.map(lambda which: killed_and_resumed(which, base, args), interrupted)
         finish(uninterrupted, "the uninterrupted run")
-        expected, rows = load_file(whole / "adapter" / "adapter_model.safetensors"), []
+        expected, rows = adapter_of(reference), []
         if not any(tensor.any() for name, tensor in expected.items() if "lora_B" in name):
             raise SystemExit("nothing was trained")
-        for which, (found, status, seconds) in zip(interrupted, ended, strict=True):
-            same = all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        for which, (adapter, status, seconds) in zip(interrupted, ended, strict=True):
+            same = all(torch.equal(adapter[name], tensor) for name, tensor in expected.items())
             rows.append([args.devices[-1], which, status, f"{seconds:.1f}", same])
             headers = ["devices", "killed", "status", "s until the run had ended", "same adapter bits after resuming"]
             write(report.markdown(headers, rows), rows)
@@ -132,7 +137,7 @@ def killed_and_resumed(
 ) -> tuple[dict[str, torch.Tensor], int, float]:
     """Adapter of a run killed after its first checkpoint and resumed, its status when killed, seconds to its end."""
     run = args.folder / which.replace(" ", "-")
-    process = launch(quickstart(run, base, args), own_caches(run))
+    process = quickstart(run, base, args)
     while process.poll() is None and not list(run.glob("checkpoints/step=*.ckpt")):
         time.sleep(0.02)
     ranks = [one for one in psutil.Process(process.pid).children() if "qerl_pl" in " ".join(one.cmdline())]
@@ -142,8 +147,8 @@ def killed_and_resumed(
     if which == "all ranks":
         process.kill()
     status, seconds = process.wait(), time.perf_counter() - started
-    finish(launch(quickstart(run, base, args), own_caches(run)), "the resumed run")
-    return load_file(run / "adapter" / "adapter_model.safetensors"), status, seconds
+    finish(quickstart(run, base, args), "the resumed run")
+    return adapter_of(run), status, seconds
 
 
 class Sizes(ArithmeticDataModule):
@@ -172,19 +177,19 @@ class Turn(Callback):
         while not (self.folder / "go").exists():
             time.sleep(0.05)
         if trainer.world_size > 1:
-            self._reduce(trainer)
+            self._time_all_reduce(trainer)
         self._note(trainer)
 
-    def _reduce(self, trainer: Trainer) -> None:
+    def _time_all_reduce(self, trainer: Trainer) -> None:
         """Seconds of one all-reduce as large as all gradients, of 20 in a row after one more."""
         parameters = trainer.lightning_module.parameters()
         gradients = [torch.zeros_like(parameter) for parameter in parameters if parameter.requires_grad]
         for count in (1, 20):
-            started = now()
+            started = synchronized_time()
             for _ in range(count):
                 communicator_of(trainer).all_reduce(gradients)
         if trainer.is_global_zero:
-            (self.folder / "reduce").write_text(f"{(now() - started) / 20}")
+            (self.folder / "all_reduce_s").write_text(f"{(synchronized_time() - started) / 20}")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._note(trainer)
@@ -192,7 +197,7 @@ class Turn(Callback):
     def _note(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             with (self.folder / "ends").open("a") as file:
-                file.write(f"{now()}\n")
+                file.write(f"{synchronized_time()}\n")
 
 
 def settings(args: argparse.Namespace, base: Path, run: Path, devices: int, kind: str) -> dict[str, Any]:
@@ -239,7 +244,7 @@ def start(kind: str, devices: int, first: int, args: argparse.Namespace) -> "sub
     base, run = args.base / f"{args.shape}-{kind}", args.folder / f"{kind}-{devices}"
     run.mkdir(parents=True)
     (run / "run.yaml").write_text(yaml.safe_dump(settings(args, base, run, devices, kind)))
-    own = {**own_caches(run), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + devices)))}
+    own = {**cache_dirs(run), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + devices)))}
     return launch(["-c", str(run / "run.yaml")], own)
 
 
@@ -248,7 +253,7 @@ def row_of(kind: str, devices: int, args: argparse.Namespace) -> dict[str, Any]:
     run = args.folder / f"{kind}-{devices}"
     values, ends = scalars(run), [float(line) for line in (run / "ends").read_text().split()]
     values["seconds"] = [end - start for start, end in itertools.pairwise(ends)]
-    found: dict[str, Any] = {"reduce_s": float((run / "reduce").read_text()) if devices > 1 else 0.0}
+    found: dict[str, Any] = {"all_reduce_s": float((run / "all_reduce_s").read_text()) if devices > 1 else 0.0}
     begin = WARM_UP
     for prompts, end in zip(args.prompts, itertools.accumulate(args.steps), strict=True):
         later = {tag: series[begin:end] for tag, series in values.items()}
@@ -302,8 +307,8 @@ def table_of(found: dict[str, Any], args: argparse.Namespace) -> str:
                 row = [kind, f"{prompts} x 8 x {args.tokens}", devices, f"{statistics.median(seconds):.2f}"]
                 row += [f"{min(seconds):.2f} to {max(seconds):.2f}", f"{statistics.median(rates):.0f}", share]
                 row += [f"{statistics.median(one['all'][f'time/{name}_s']):.2f}" for name in PHASES]
-                reduce_ms = 1000 * found[f"{kind}-{devices}"]["reduce_s"]
-                rows.append([*row, f"{reduce_ms:.1f}", f"{max(one['all']['memory/peak_gib']):.1f}"])
+                all_reduce_ms = 1000 * found[f"{kind}-{devices}"]["all_reduce_s"]
+                rows.append([*row, f"{all_reduce_ms:.1f}", f"{max(one['all']['memory/peak_gib']):.1f}"])
     headers = [
         "base",
         "a rank",

@@ -187,11 +187,11 @@ def before_training(rows: Sequence[Mapping[str, Any]], what: str) -> str:
     }
     lines = []
     for order in sorted({order for order, _ in found}):
-        whole = found[order, "none"]
-        lines.append([order, f"{whole:.3f}"])
+        baseline = found[order, "none"]
+        lines.append([order, f"{baseline:.3f}"])
         for served in list(FORMATS)[1:]:
-            kept = found.get((order, served))
-            lines[-1].append("" if kept is None else f"{kept:.3f} ({100 * kept / whole:.0f} %)")
+            quantized = found.get((order, served))
+            lines[-1].append("" if quantized is None else f"{quantized:.3f} ({100 * quantized / baseline:.0f} %)")
     return markdown(["order", *FORMATS.values()], lines)
 
 
@@ -211,17 +211,23 @@ def single_pairs(rows: Sequence[Mapping[str, Any]], what: str) -> str:
     return markdown(["order", "rollouts", "seed", "lora16", "nvfp4_aqn", "difference"], lines)
 
 
+def curves_by_method(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, list[float]]]]:
+    """Curves by method and seed, of 128 rollouts in channel order 0."""
+    found: dict[str, dict[str, Mapping[str, list[float]]]] = {}
+    for run in runs:
+        levels = run["levels"]
+        if (levels["order"], levels["rollouts"]) == (0, 128):
+            found.setdefault(levels["method"], {})[str(levels["seed"])] = run["curves"]
+    return found
+
+
 def by_sigma(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
     """NVFP4 by the noise's size, means of the seeds that all sizes have.
 
     Reward grows by the slope of least squares over the first third of the rollouts. Entropy is the sampler's, in nats a
     token, over the first third, where the noise is large, and the last.
     """
-    curves: dict[str, dict[str, Mapping[str, list[float]]]] = {}
-    for run in runs:
-        levels = run["levels"]
-        if (levels["order"], levels["rollouts"]) == (0, 128):
-            curves.setdefault(levels["method"], {})[str(levels["seed"])] = run["curves"]
+    curves = curves_by_method(runs)
     measured = [method for method in SIGMAS if method in curves]
     seeds = set.intersection(*(set(curves[method]) for method in measured))
     ends, lines = accuracies(rows, "sampled"), []

@@ -15,7 +15,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks import report
-from studies.four_bits.analysis import MARGIN, PRIMARY, accuracies, comparisons, difference, student_quantile
+from studies.four_bits.analysis import (
+    MARGIN,
+    PRIMARY,
+    accuracies,
+    comparisons,
+    curves_by_method,
+    difference,
+    student_quantile,
+)
 from studies.four_bits.earlier import METHODS, SAMPLED, paired, rows_measured
 from studies.sweep.rows import read_rows
 
@@ -38,12 +46,8 @@ WIDTH, CURVES, ROW = 5.5, 3.0, 0.5
 
 def bands(rows: Sequence[Mapping[str, Any]], method: str) -> numpy.ndarray:
     """Rollouts, mean reward, and the ends of its 95 % interval, of 128 rollouts in order 0: [4, points]."""
-    chosen = [
-        row
-        for row in rows
-        if (row["levels"]["method"], row["levels"]["order"], row["levels"]["rollouts"]) == (method, 0, 128)
-    ]
-    curves = numpy.array([row["curves"]["reward"] for row in chosen], dtype=numpy.float64)
+    by_seed = curves_by_method(rows)[method]
+    curves = numpy.array([curve["reward"] for curve in by_seed.values()], dtype=numpy.float64)
     each = -(-128 // curves.shape[1])  # a point is a mean over so many rollouts
     mean, seeds = curves.mean(0), len(curves)
     half = numpy.zeros_like(mean)

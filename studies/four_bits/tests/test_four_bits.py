@@ -274,9 +274,9 @@ def test_the_picture_has_the_comparisons_that_were_measured(tmp_path: Path) -> N
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_the_page_has_the_tables_of_the_rows() -> None:
-    files = [STUDY / "counts.jsonl", STUDY / "study.jsonl"]
-    shown = subprocess.run([sys.executable, ANALYSIS, *files], capture_output=True, text=True, check=True).stdout
+def test_the_page_has_the_tables_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    analysis.main(STUDY / "counts.jsonl", STUDY / "study.jsonl")
+    shown = capsys.readouterr().out
     page = (STUDY / "README.md").read_text().split("## Before training")[1]  # the table above is of settings
     tables = [line for line in page.splitlines() if line.startswith("|")]
     assert len(tables) > 10 and set(tables) <= set(shown.splitlines())
