@@ -29,6 +29,8 @@ OWN_FORMAT = {method: own_format(method) for method in ("lora16", "nvfp4", "nvfp
 """Of the methods that are compared."""
 MARGIN = 0.02
 PRIMARY = ("nvfp4_aqn", "lora16")
+TRAINED = (PRIMARY, ("nvfp4", "lora16"), ("nf4", "lora16"), ("nvfp4_aqn", "nvfp4"))
+"""Methods that are compared in their own format, first less second."""
 Key = tuple[str, str]
 """A method, and the format that serves its adapter."""
 
@@ -86,7 +88,7 @@ def difference(values: Sequence[float]) -> Difference:
 def with_half_width(values: Sequence[float], format_spec: str = ".3f") -> str:
     """Mean of several values and half the width of its 95 % interval, such as "0.380 ± 0.009"."""
     found = difference(values)
-    return f"{found.mean:{format_spec}} ± {found.high - found.mean:{format_spec}}"
+    return f"{found.mean:{format_spec}} ± {found.high - found.mean:{format_spec.removeprefix('+')}}"
 
 
 def detectable_effect(deviation: float, pairs: int) -> float:
@@ -160,7 +162,7 @@ def comparisons(found: Mapping[Key, Mapping[str, float]]) -> dict[str, list[floa
     """Paired differences by name, the primary one first; those with fewer than two pairs are left out."""
     own = {method: (method, served) for method, served in OWN_FORMAT.items()}
     pairs: dict[str, list[float]] = {}
-    for first, second in [PRIMARY, ("nvfp4", "lora16"), ("nf4", "lora16"), ("nvfp4_aqn", "nvfp4")]:
+    for first, second in TRAINED:
         end = paired(found, own[first], own[second])
         pairs[f"{first} less {second}"] = end
         starts = [found.get(("start", OWN_FORMAT[method]), {}) for method in (first, second)]
@@ -222,7 +224,7 @@ def curves_by_method(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, M
 
 
 def by_sigma(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str:
-    """NVFP4 by the noise's size, means of the seeds that all sizes have.
+    """NVFP4 by the noise's size, means of the seeds that all sizes have, and accuracy of those graded in all sizes.
 
     Reward grows by the slope of least squares over the first third of the rollouts. Entropy is the sampler's, in nats a
     token, over the first third, where the noise is large, and the last.
@@ -231,6 +233,7 @@ def by_sigma(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]
     measured = [method for method in SIGMAS if method in curves]
     seeds = set.intersection(*(set(curves[method]) for method in measured))
     ends, lines = accuracies(rows, "sampled"), []
+    graded = seeds.intersection(*(ends.get((method, "nvfp4"), {}) for method in measured))
     for method in measured:
         values = []
         for seed in seeds:
@@ -239,11 +242,27 @@ def by_sigma(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]
             slope = numpy.polyfit(numpy.arange(third), curve["reward"][:third], 1)[0]  # from point to point
             slope *= len(curve["reward"]) / 128 * 100
             entropy = curve["sampler_entropy"]
-            end = ends.get((method, "nvfp4"), {}).get(seed, math.nan)
-            values.append([slope, numpy.mean(entropy[:third]), numpy.mean(entropy[-third:]), end])
-        lines.append([SIGMAS[method], *(f"{value:.3f}" for value in numpy.mean(values, axis=0)), str(len(seeds))])
-    headers = ["sigma", "reward, per 100 rollouts", "entropy, first third", "last third", "sampled accuracy", "seeds"]
-    return markdown(headers, lines)
+            values.append([slope, numpy.mean(entropy[:third]), numpy.mean(entropy[-third:])])
+        end = f"{numpy.mean([ends[method, 'nvfp4'][seed] for seed in graded]):.3f}" if graded else ""
+        cells = [*(f"{value:.3f}" for value in numpy.mean(values, axis=0)), str(len(seeds)), end, str(len(graded))]
+        lines.append([SIGMAS[method], *cells])
+    headers = ["sigma", "reward, per 100 rollouts", "entropy, first third", "last third", "seeds"]
+    return markdown([*headers, "sampled accuracy", "of seeds"], lines)
+
+
+def by_third(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Paired differences in reward during training, in thirds of the rollouts, with half their 95 % intervals."""
+    curves, lines = curves_by_method(runs), []
+    for first, second in TRAINED:
+        pairs = [
+            numpy.subtract(*(curves[method][seed]["reward"] for method in (first, second)))
+            for seed in sorted(set(curves.get(first, {})) & set(curves.get(second, {})))
+        ]
+        if len(pairs) > 1:
+            thirds = zip(*([part.mean() for part in numpy.array_split(one, 3)] for one in pairs), strict=True)
+            cells = [with_half_width(values, "+.3f") for values in thirds]
+            lines.append([f"{first} less {second}", *cells, str(len(pairs))])
+    return markdown(["reward in training", "first third", "second", "last", "pairs"], lines)
 
 
 def report(rows: Sequence[Mapping[str, Any]], what: str) -> str:
@@ -272,7 +291,7 @@ def report(rows: Sequence[Mapping[str, Any]], what: str) -> str:
 def main(*paths: Path) -> None:
     counts, runs = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
     parts = [report(counts, what) for what in ("sampled", "greedy")]
-    print("\n\n".join([*parts, "Noise:", by_sigma(counts, runs)]))
+    print("\n\n".join([*parts, "Noise:", by_sigma(counts, runs), "During training:", by_third(runs)]))
 
 
 if __name__ == "__main__":

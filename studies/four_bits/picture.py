@@ -79,7 +79,8 @@ def draw_differences(axis: Axes, counts: Sequence[Mapping[str, Any]]) -> list[st
     axis.plot(earlier.mean, len(found), "o", color="#999999", markersize=5)
     names = [*found, f"at 0.5B: {DIFFERENCES['nvfp4_aqn less lora16']}"]
     for row, text in enumerate(names):
-        axis.text(0.01, row - 0.15, text, transform=axis.get_yaxis_transform(), va="bottom")
+        over = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axis.text(0.01, row - 0.15, text, transform=axis.get_yaxis_transform(), va="bottom", bbox=over)
     for value in (-MARGIN, MARGIN):
         axis.axvline(value, color="black", lw=0.8, ls=":")
     axis.axvline(0, color="black", lw=0.8)
@@ -90,10 +91,12 @@ def draw_differences(axis: Axes, counts: Sequence[Mapping[str, Any]]) -> list[st
 
 def draw(rows: Sequence[Mapping[str, Any]], counts: Sequence[Mapping[str, Any]], path: Path) -> list[str]:
     """Write the picture and return the names of its differences."""
-    figure = Figure(figsize=(WIDTH, CURVES + ROW * (len(DIFFERENCES) + 1)), layout="constrained")
-    above, below = figure.subplots(2, 1, height_ratios=(CURVES, ROW * (len(DIFFERENCES) + 1)))
+    figure = Figure(layout="constrained")
+    above, below = figure.subplots(2, 1)
     draw_curves(above, rows)
     names = draw_differences(below, counts)
+    below.get_gridspec().set_height_ratios((CURVES, ROW * (len(names) + 1)))
+    figure.set_size_inches(WIDTH, CURVES + ROW * (len(names) + 1))
     report.save_figure(figure, path)
     return names
 

@@ -116,10 +116,29 @@ RUNS = [
 
 def test_noise_is_compared_over_seeds_that_every_sigma_has() -> None:
     assert analysis.by_sigma(ROWS, RUNS).splitlines()[2:] == [
-        "| 0 | 1.406 | 0.100 | 0.100 | nan | 1 |",  # 0.3 in a point, a point in 21.3 rollouts; not graded yet
-        "| 0.5 % | 0.469 | 0.200 | 0.100 | 0.625 | 1 |",
+        "| 0 | 1.406 | 0.100 | 0.100 | 1 |  | 0 |",  # 0.3 in a point, a point in 21.3 rollouts; not graded yet
+        "| 0.5 % | 0.469 | 0.200 | 0.100 | 1 |  | 0 |",
     ]
-    assert analysis.by_sigma(ROWS, RUNS[:2]).splitlines()[2:] == ["| 0.5 % | 0.703 | 0.350 | 0.200 | 0.688 | 2 |"]
+    graded = row("nvfp4", "nvfp4", [1, 1], seed="201", rollouts="128")
+    assert [line.split("|")[6:8] for line in analysis.by_sigma([*ROWS, graded], RUNS).splitlines()[2:]] == [
+        [" 0.250 ", " 1 "],
+        [" 0.625 ", " 1 "],
+    ]
+    assert analysis.by_sigma(ROWS, RUNS[:2]).splitlines()[2:] == ["| 0.5 % | 0.703 | 0.350 | 0.200 | 2 | 0.688 | 2 |"]
+
+
+def test_reward_in_training_is_compared_in_thirds() -> None:
+    runs = [
+        run("nvfp4_aqn", 200, [0.1, 0.3, 0.5, 0.5, 0.6, 0.8], []),
+        run("nvfp4_aqn", 201, [0.2, 0.4, 0.5, 0.5, 0.7, 0.9], []),
+        run("lora16", 200, [0.2, 0.4, 0.4, 0.6, 0.6, 0.8], []),
+        run("lora16", 201, [0.3, 0.5, 0.5, 0.5, 0.9, 0.9], []),
+        run("nvfp4", 201, [0.0] * 6, []),  # one pair has no interval
+    ]
+    assert analysis.by_third(runs).splitlines()[2:] == [
+        # Of 0 and -0.1: the deviation over the root of two is 0.05, times Student's t of one degree of freedom, 12.706.
+        "| nvfp4_aqn less lora16 | -0.100 ± 0.000 | +0.000 ± 0.000 | -0.050 ± 0.635 | 2 |"
+    ]
 
 
 ANALYSIS = str(STUDY / "analysis.py")
