@@ -199,6 +199,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "plain text": ({"messages": "1+1?"}, {}, "with a role and a content; column messages has"),
     "an empty question": ({"question": " \n", "answer": "2"}, {}, "row 1 .*: a question and its answer must not be"),
     "an empty answer": ({"question": "1+1?", "answer": ""}, {}, "row 1 .*: a question and its answer must not be"),
+    "nothing at all": ({"prompt": "", "completion": ""}, {}, "row 1 .*: a prompt and its completion must not both be"),
     "nobody answers": ({"messages": DIALOGUE[:1]}, {}, "needs an assistant's message to learn; got .*user"),
     "text without roles": (
         {"prompt": "a", "completion": "b"},

@@ -257,8 +257,8 @@ def test_a_checkpoint_holds_what_training_changes_and_what_it_fits(uninterrupted
     assert checkpoint["state_dict"] == {} and state["trained"].keys() == trained.keys()
     assert all(torch.equal(tensor, trained[name]) for name, tensor in state["trained"].items())
     found = {name: value for name, value in state.items() if name not in ("trained", "random_states")}
-    expected = {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "optimizer": "AdamW"}
-    expected["steps_per_batch"] = 2
+    expected = {"policy_version": 4, "base": module.base_identity, "scaling": 2.0, "steps_per_batch": 2}
+    expected["built"] = {"optimizer": "AdamW", "lr_scheduler": "LambdaLR()"}
     policy = asdict(module.policy_config)  # so that a run by Python can be exported
     lora = {"rank": 4, "alpha": 8.0, "targets": PROJECTIONS, "use_rslora": False, "dropout": 0.0}
     started = {"kind": "reinforcement learning", "lora": lora, "start": None}

@@ -53,6 +53,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: TableConfig(3), "data.path must be a file, a folder, a hub name or rows; got a int;"),
     # Values that no type excludes.
     (lambda: AdaptiveQuantizationNoise(sigma_end=1.0), "Noise must not grow"),
+    (lambda: AdaptiveQuantizationNoise(decay="math.exp"), "progress in .0, 1. to .0, 1.; with math.exp, sigma is -0.0"),
+    (lambda: AdaptiveQuantizationNoise(decay="builtins.print"), "print must map progress to a number; it says: unsup"),
     (lambda: SamplingConfig(temperature=-1.0), "temperature must be 0 or a number of at"),
     (lambda: SamplingConfig(stop=[""]), "none of them empty; got .*; correct the list"),
     (

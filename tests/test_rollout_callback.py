@@ -15,7 +15,7 @@ from rank_helpers import on_ranks
 from scripted import PROMPTS, SAMPLING, Scripted, Watched, Words, config_of, evaluator_of
 from short_run import data, module_of, rollout_of, trainer_of
 
-from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise
+from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise, OnPolicyDistillation
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, EvaluationConfig, ResumeCheckpoint, RolloutCallback
 from qerl_pl.callbacks.rollout import PROMPTS_KEY
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
@@ -236,6 +236,17 @@ def test_an_empty_reference_is_refused_where_a_reward_compares_with_it(
     with pytest.raises(UserError, match=said):
         fit(reward)
     fit(Vowels())  # which reads none
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_dynamic_sampling_needs_an_objective_that_learns_from_rewards(rounds: int, tiny_policy_dir: Path) -> None:
+    module = module_of(tiny_policy_dir, objective=OnPolicyDistillation())
+    rollout = RolloutCallback([Vowels()], Recording(), 2, SamplingConfig(max_tokens=4), resample_rounds=rounds)
+    trainer: Any = SimpleNamespace(lightning_module=module, datamodule=data())
+    if not rounds:
+        return rollout.check_first(trainer, "fit")
+    with pytest.raises(UserError, match="of which OnPolicyDistillation learns nothing; got .*rounds=2; set it to 0"):
+        rollout.check_first(trainer, "fit")
 
 
 def test_noise_goes_by_the_plan_that_a_run_began_with() -> None:

@@ -87,6 +87,25 @@ def test_a_run_and_the_run_that_resumes_it_have_the_rates_of_the_schedule(
     assert rates == [*expected, *expected[2:]]
 
 
+def test_a_resumed_run_keeps_the_class_of_its_schedule_and_its_settings(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    def fit(schedule: Any, **given: Any) -> None:
+        module = module_of(tiny_policy_dir, optimizer=sgd, lr_scheduler=schedule)
+        trainer_of(tmp_path, ResumeCheckpoint(1, keep=9)).fit(module, datamodule=data(), **given)
+
+    def cosine(steps: int) -> Any:
+        return lambda optimizer: CosineAnnealingLR(optimizer, T_max=steps)
+
+    fit(cosine(8))
+    resumed = {"ckpt_path": str(tmp_path / "checkpoints" / "step=2.ckpt"), "weights_only": True}
+    fit(cosine(8), **resumed)
+    for other, said in {
+        cosine(16): r"T_max=16.* for CosineAnnealingLR.T_max=8",
+        "cosine": r"got LambdaLR\(\) for C",
+    }.items():
+        with pytest.raises(UserError, match=f"a resumed run keeps its lr_scheduler; .*{said}"):
+            fit(other, **resumed)
+
+
 def parsed(kind: type[PolicyModule], *words: str) -> Any:
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "model")
@@ -127,6 +146,7 @@ def test_the_command_line_names_a_class_or_a_function(kind: type[PolicyModule], 
         ({"lr_scheduler": lambda: None}, "takes 0 positional arguments"),
         ({"lr_scheduler": CosineAnnealingLR}, "T_max"),
         ({"lr_scheduler": wsd, "warmup_ratio": 0.3}, "warmup_ratio is that of a named schedule; .* beside 0.3;"),
+        ({"lr_scheduler": "constant", "warmup_ratio": 0.3}, "constant has no warm-up; got .* 0.3; set constant_with_w"),
     ],
 )
 def test_what_is_no_schedule_is_refused_by_keys_that_are_there(settings: dict[str, Any], message: str) -> None:

@@ -447,6 +447,27 @@ def test_completions_that_were_all_cut_off_teach_nothing_and_have_no_means() -> 
     assert all(math.isnan(value) for name, value in metrics.items() if not name.startswith("optim/"))
 
 
+def test_a_step_whose_advantages_were_all_cut_off_still_has_momentum() -> None:
+    update = PolicyUpdate(GRPO(mask_truncated=True), 1, 1, None, 1.0, 0.0, SEED)
+    advantages = torch.tensor([1.0, -1.0, 0.5, 0.0, 0.0, 0.0], dtype=torch.float64)
+    cut = {"truncated": advantages != 0, "advantages": advantages}  # the others train, without a gradient
+
+    def work(ranks: Communicator) -> list[list[float]]:
+        hand, policy, found = [[*range(6)], [0, 1, 2], [3, 4, 5]][ranks.size + ranks.rank - 1], FourNumbers(), []
+        optimizer = torch.optim.Adam([policy.odds, policy.frozen], lr=0.1)
+        schedule = LambdaLR(optimizer, lambda step: 1.0)
+        for values in ({}, {name: value[hand] for name, value in cut.items()}):
+            experience = experience_of(hand, indices=torch.tensor(hand), **values)
+            update.run(policy, experience, optimizer, schedule, ranks=ranks)  # type: ignore[arg-type]
+            found.append(policy.odds.tolist())
+        return found
+
+    first, second = work(SINGLE_PROCESS)
+    assert all(abs(after - before) > 0.01 for before, after in zip(first, second, strict=True))
+    for odds in on_ranks(2, work):
+        assert odds[1] == pytest.approx(second)
+
+
 def test_metrics_of_the_mismatch_by_hand() -> None:
     policy = FourNumbers()
     correction = RolloutCorrection(cap=1.1, rejection="token", low=0.5, high=2.0)

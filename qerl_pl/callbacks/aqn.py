@@ -43,6 +43,17 @@ class AdaptiveQuantizationNoise(Callback):
         relative: bool = False,
     ) -> None:
         self.schedule = NoiseSchedule(sigma_start, sigma_end, stages, decay, noiseless_first_stage)
+        try:  # a user's function, before the run comes to it
+            sigmas = [self.schedule.sigma(stage, stages) for stage in range(stages)]
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"noise.decay {decay} must map progress to a number; it says: {error}; correct it"
+            ) from error
+        if not all(0 <= sigma <= sigma_start for sigma in sigmas):
+            raise UserError(
+                f"noise.decay must map progress in [0, 1] to [0, 1]; with {decay}, sigma is {min(sigmas):.4g} to "
+                f"{max(sigmas):.4g}, not 0 to {sigma_start}; correct it"
+            )
         self.relative = relative
         self.planned_rollouts: int | None = None
 

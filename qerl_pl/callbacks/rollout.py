@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from qerl_pl.algorithm import OnPolicyDistillation
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
@@ -149,6 +150,11 @@ class RolloutCallback(Callback, SamplingCallback):
         positions = module.policy_config.positions()
         if stage == "fit":
             module.update.check_divides(data.batch_size * self.config.group_size)
+            if self.config.resample_rounds and isinstance(module.objective, OnPolicyDistillation):
+                raise UserError(
+                    "dynamic sampling drops groups by their rewards, of which OnPolicyDistillation learns nothing; got "
+                    f"rollout.resample_rounds={self.config.resample_rounds}; set it to 0"
+                )
         if positions is not None and self.longest(data) > positions:
             raise UserError(
                 f"prompt and completion must fit the model's {positions} positions; got {self.longest(data)} "

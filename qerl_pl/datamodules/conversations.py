@@ -239,6 +239,8 @@ class ConversationDataModule(ResumableDataModule):
         if isinstance(prompt, list):
             completion = messages_of_text(completion, "column completion")
         if isinstance(prompt, str) and isinstance(completion, str):
+            if not prompt + completion:
+                raise UserError("a prompt and its completion must not both be empty; fill them in, or remove the row")
             return prompt, completion
         if messages is not None:
             return checked_messages(messages, "column messages"), 0

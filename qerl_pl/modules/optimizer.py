@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.import_path import load_named
@@ -17,6 +17,9 @@ WARMUP_RATIO = 0.1
 
 ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.1}
 """Arguments of the default optimizer."""
+
+SETTING_TYPES = bool, int, float, str, dict
+"""Of a schedule's settings; lists are of learning rates."""
 
 Schedule = str | Callable[[Optimizer], Any]
 """Name of a schedule of transformers, or what makes one of the optimizer, with settings of its own."""
@@ -48,6 +51,10 @@ def load_schedule(schedule: Schedule, warmup_ratio: float) -> Schedule:
     if isinstance(schedule, str) and re.search("[.:]", schedule):
         rule = "lr_scheduler is a schedule of transformers, or a function that makes one of the optimizer"
         schedule = load_named(schedule, rule, "write my_schedules.py:wsd, say", "schedule")
+    if schedule == "constant" and warmup_ratio not in (0.0, WARMUP_RATIO):
+        raise UserError(
+            f"lr_scheduler constant has no warm-up; got a warmup_ratio of {warmup_ratio}; set constant_with_warmup"
+        )
     if not isinstance(schedule, str) and warmup_ratio not in (0.0, WARMUP_RATIO):
         raise UserError(
             "model.warmup_ratio is that of a named schedule; got a schedule with settings of its own beside "
@@ -78,3 +85,15 @@ def build_schedule(schedule: Schedule, optimizer: Optimizer, warmup: int, steps:
             f"{message:.90}; use cosine or linear, or a class or function that makes one (my_schedules.py:wsd)"
         ) from error
     return built
+
+
+def describe_schedule(schedule: LRScheduler) -> str:
+    """Class of a schedule that has not begun, and its settings but for learning rates.
+
+    A checkpoint has the settings of classes such as CosineAnnealingLR, and none of a LambdaLR's: named schedules are
+    LambdaLRs.
+    """
+    state = {} if isinstance(schedule, LambdaLR) else schedule.state_dict()
+    plain = {name: value for name, value in state.items() if value is None or isinstance(value, SETTING_TYPES)}
+    settings = [f"{name}={value}" for name, value in plain.items() if name[0] != "_" and name != "last_epoch"]
+    return f"{type(schedule).__name__}({', '.join(settings)})"

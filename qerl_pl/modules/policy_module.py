@@ -23,6 +23,7 @@ from qerl_pl.modules.optimizer import (
     build_optimizer,
     build_schedule,
     default_optimizer,
+    describe_schedule,
     load_schedule,
     trial_weight,
 )
@@ -99,7 +100,8 @@ class PolicyModule(LightningModule, ChecksFirst):
         self.shared_weights: SharedWeights | None = None
         """An engine's weights that the policy shares."""
         self._random_state: dict[str, Any] | None = None
-        self._optimizer: str | None = None
+        self._saved: dict[str, str] = {}
+        """Optimizer and learning-rate schedule, which a checkpoint has; before the start, those of the one resumed."""
         self._rates: list[dict[str, float]] = []
         self._is_changed = False
         """Whether the policy has been trained, or has a checkpoint's weights."""
@@ -177,7 +179,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             )
             del self.policy
             self.shared_weights, self._is_changed = None, False
-        self.policy_version, self._random_state, self._optimizer = 0, None, None
+        self.policy_version, self._random_state, self._saved = 0, None, {}
 
     def configure_model(self) -> None:
         """Load the policy, once."""
@@ -205,11 +207,13 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = build_optimizer(self.make_optimizer, [p for p in self.policy.parameters() if p.requires_grad])
-        name = type(optimizer).__name__
-        if self._optimizer not in (None, name):  # it may fail to load another optimizer's state
-            raise UserError(f"a resumed run keeps its optimizer; got {name} for {self._optimizer}; set that again")
         steps = self.planned_batches() * self.steps_per_batch
         schedule = build_schedule(self.lr_scheduler, optimizer, round(self.warmup_ratio * steps), steps)
+        built = {"optimizer": type(optimizer).__name__, "lr_scheduler": describe_schedule(schedule)}
+        for name, saved in self._saved.items():  # their states fit no others
+            if built[name] != saved:
+                raise UserError(f"a resumed run keeps its {name}; got {built[name]} for {saved}; set that again")
+        self._saved = built
         self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -265,7 +269,7 @@ class PolicyModule(LightningModule, ChecksFirst):
             "scaling": self.policy_config.scaling,
             "lora": None if self.policy_config.lora_spec is None else asdict(self.policy_config.lora_spec),
             "start": self.start_identity,
-            "optimizer": type(self.trainer.optimizers[0]).__name__,
+            "built": self._saved,
             # A checkpoint before the first batch of a resumed run has the states that are not set yet.
             "random_states": communicator_of(self.trainer).all_gather(self._random_state or random_state()),
             "recomputation": self.policy.checkpointing.state(),
@@ -296,7 +300,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._is_changed = True
         self.policy.load_trained_state(state["trained"])
         self.policy.checkpointing.load(state["recomputation"])
-        self.policy_version, self._optimizer = state["policy_version"], state["optimizer"]
+        self.policy_version, self._saved = state["policy_version"], state.get("built", {})
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
 

@@ -202,7 +202,8 @@ class RunningUpdate:
             weights = self.objective.weights(self.mask[rows], experience.max_tokens, *sizes)
             sums = self._accumulate(rows, weights, step == 0 and not policy.trained.has_dropout)
             if tokens > 0:  # else no rank has a gradient
-                self.ranks.all_reduce(gradients(self.parameters, self.ranks.size > 1 or not len(rows)))
+                missing = all(parameter.grad is None for parameter in self.parameters)  # all rows may be masked
+                self.ranks.all_reduce(gradients(self.parameters, self.ranks.size > 1 or missing))
             for rank_sums in self.ranks.all_gather(dict(sums)):
                 for name, value in rank_sums.items():
                     totals[name] += value
