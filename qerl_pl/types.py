@@ -5,7 +5,6 @@ V vocabulary, r adapter rank. Token ids are Python ints until `Experience`, wher
 """
 
 import hashlib
-import math
 import operator
 import pickle
 from collections.abc import Mapping, Sequence
@@ -136,7 +135,7 @@ class EvalSampling:
 def _check_sampling(owner: str, parameters: Mapping[str, Any]) -> None:
     for name, rule, holds in (
         ("max_tokens", "at least 1", lambda tokens: tokens >= 1),
-        ("temperature", "0 or a number of at least 0.01", lambda value: value == 0 or 0.01 <= value < math.inf),
+        ("temperature", "0 or a number from 0.01 to 2", lambda value: value == 0 or 0.01 <= value <= 2),
         ("top_p", "above 0 and at most 1", lambda share: 0 < share <= 1),
         ("top_k", "at least 0", lambda count: count >= 0),
         ("min_p", "at least 0 and below 1", lambda share: 0 <= share < 1),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -603,7 +604,7 @@ def test_what_vllm_cannot_run_is_refused_in_one_line(base: Path) -> None:
     with pytest.raises(UserError, match="lm_head is none: take it out"):
         VLLMEngine().launch(replace(spec_of(base), lora_targets=("q_proj", "lm_head")))
     with pytest.raises(UserError, match=r"refuses the sampling settings: temperature must be in \[0, 2\]"):
-        request_params(SamplingConfig(temperature=3.0), seed=0, ends=())
+        request_params(SimpleNamespace(**vars(SamplingConfig()) | {"temperature": 3.0}), seed=0, ends=())  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"must fit on the GPU; .* \(tried to allocate 9 GiB\): lower kv_cache_gib"):
         with vllm_errors_as_user_errors():
             raise torch.OutOfMemoryError("tried to allocate\n9 GiB")

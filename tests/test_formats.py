@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from qerl_pl.cli.dry_run import shape_of
 from qerl_pl.cli.export import base_of, take_adapter
@@ -21,7 +22,7 @@ from qerl_pl.errors import UserError
 from qerl_pl.formats.base import FORMATS, QUANTIZATIONS, QUANTIZED, format_of, format_of_config, named_format
 from qerl_pl.formats.dense_checkpoint import iterate_dense
 from qerl_pl.formats.fp4 import MXFP4StacksFormat
-from qerl_pl.formats.quantize import quantize_checkpoint
+from qerl_pl.formats.quantize import in_format, quantize_checkpoint
 from qerl_pl.models.folder import TensorFiles, other_files, read_config
 from qerl_pl.modules import PolicyConfig
 from qerl_pl.policy.policy import Policy
@@ -151,6 +152,17 @@ def test_a_copy_of_a_model_has_no_weights_of_other_libraries(tiny_policy_dir: Pa
     for name in (*weights, "pytorch_model.bin.index.json", "last.ckpt", "config.json", "quantization_report.json"):
         (source / name).touch()
     assert [path.name for path in other_files(source)] == copied
+
+
+def test_a_quantized_copy_renders_tools_as_its_source(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(tiny_policy_dir, tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools | length }} tools"}
+    tokenizer.save_pretrained(source)
+    quantized = in_format(source, "mxfp4")
+    assert AutoTokenizer.from_pretrained(quantized).chat_template == tokenizer.chat_template
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("another")
+    assert in_format(source, "mxfp4") != quantized
 
 
 def in_group(group: dict[str, Any] | None = None, **weights: Any) -> Callable[[dict[str, Any]], None]:

@@ -1,5 +1,6 @@
 """LoftQ's adapter: what it takes up, who loads it, and what is refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,12 @@ def test_the_largest_singular_values_are_shared_by_both_factors() -> None:
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "nf4"])
 def test_the_adapter_is_the_best_of_its_rank_and_the_base_is_the_same(
-    tiny_policy_dir: Path, tmp_path: Path, kind: Any
+    tiny_policy_dir: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = quantized(tiny_policy_dir, tmp_path / kind, kind)
+    monkeypatch.chdir(tmp_path)
+    folder = quantized(tiny_policy_dir, Path(kind), kind)
+    saved = json.loads((folder / "loftq" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(tmp_path / kind)  # found from any folder
     quantize_checkpoint(tiny_policy_dir, tmp_path / "plain", kind, device="cpu")
     plain, base = (load_file(path / "model.safetensors") for path in (tmp_path / "plain", folder))
     assert plain.keys() == base.keys() and all(map(torch.equal, plain.values(), base.values()))

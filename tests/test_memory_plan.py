@@ -371,6 +371,19 @@ def test_the_longest_completion_fits_and_a_longer_one_does_not() -> None:
     assert memory_plan.longest_completion(offload, 100, 24) > 1.4 * found[2]
 
 
+def test_a_batch_of_the_longest_completions_fits() -> None:
+    """An engine that caches a batch, and micro-batches of several sequences."""
+    plan = RunPlan(QWEN, MicroBatch(1, rank=32), kv_cache_gib=0.0, engine_is_dense=True, max_num_seqs=64)
+
+    def peak(length: int) -> float:
+        batch = replace(plan.batch, tokens=2 * (length + 100), sequences=2)
+        cache = 64 * plan.sequence_kv_bytes(length + 100) / GIB
+        return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak
+
+    found = memory_plan.longest_completion(plan, 100, 48, sequences=2)
+    assert peak(found) <= 48 * GIB < peak(found + 1)
+
+
 # Tensors counted ------------------------------------------------------------------------------------------------------
 
 

@@ -55,7 +55,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: AdaptiveQuantizationNoise(sigma_end=1.0), "Noise must not grow"),
     (lambda: AdaptiveQuantizationNoise(decay="math.exp"), "progress in .0, 1. to .0, 1.; with math.exp, sigma is -0.0"),
     (lambda: AdaptiveQuantizationNoise(decay="builtins.print"), "print must map progress to a number; it says: unsup"),
-    (lambda: SamplingConfig(temperature=-1.0), "temperature must be 0 or a number of at"),
+    (lambda: SamplingConfig(temperature=-1.0), "temperature must be 0 or a number from 0.01 to 2; got -1.0"),
+    (lambda: SamplingConfig(temperature=2.5), "temperature must be 0 or a number from 0.01 to 2; got 2.5"),
     (lambda: SamplingConfig(stop=[""]), "none of them empty; got .*; correct the list"),
     (
         lambda: RolloutCallback([Named()], evaluation=EvaluationConfig(sampling=EvalSampling(top_p=0.0))),

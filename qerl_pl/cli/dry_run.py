@@ -86,13 +86,16 @@ def describe(model: PolicyModule, data: LightningDataModule, rollout: RolloutCal
     rows.append(f"longest {kind} that fits, in tokens:")
     if rollout is not None:
         rows.append(f"{'':<11}{'with this cache':>16}{'with one for a single sequence':>32}")
+    sequences = plan.batch.sequences if model.micro_batch_tokens is None else 1
     for size in CARDS if gib is None else (gib,):
         plans = [plan] if rollout is None else [plan, replace(plan, kv_cache_gib=0.0)]
-        lengths = [longest_completion(one, prompt, size) for one in plans]
+        lengths = [longest_completion(one, prompt, size, sequences) for one in plans]
         cells = [f"{longest:,}" if longest else "none" for longest in lengths]
         rows.append(
             f"  {size:>5.4g} GiB" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (16, 32), strict=False))
         )
+    if (positions := model.policy_config.positions()) is not None:
+        rows.append(f"the model has {positions:,} positions, prompt included: longer ones are refused")
     return "\n".join(rows)
 
 

@@ -76,7 +76,7 @@ class LoftQAdapter:
             r=self._rank,
             lora_alpha=self._rank,
             target_modules=targets,
-            base_model_name_or_path=str(self._base),
+            base_model_name_or_path=str(self._base.expanduser().absolute()),
             task_type="CAUSAL_LM",
         )
         config.save_pretrained(str(folder))

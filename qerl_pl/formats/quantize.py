@@ -403,6 +403,6 @@ def _fingerprint(source: Path, code: str) -> str:
     """Digest of the weights, of the files that a quantized copy includes, and of code."""
     digest = hashlib.blake2b(folder_fingerprint(source).encode() + code.encode(), digest_size=16)
     for path in other_files(source):
-        digest.update(f"{path.name}:{path.stat().st_size}".encode())
+        digest.update(f"{path.relative_to(source)}:{path.stat().st_size}".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

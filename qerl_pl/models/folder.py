@@ -327,14 +327,16 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def other_files(folder: Path) -> list[Path]:
     """Files of a model folder besides weights and config.json: tokenizer, templates, generation config."""
-    files = (path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS))
+    files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja")]  # with tools, say
+    files = [path for path in files if path.is_file() and not path.name.endswith(_WEIGHTS)]
     return sorted(path for path in files if path.name not in ("config.json", _MODELOPT, QUANTIZATION_REPORT))
 
 
 def copy_other_files(src: Path, dst: Path, config: dict[str, Any]) -> None:
     """Copy `other_files` of a model folder, and write `config` as config.json."""
     for path in other_files(src):
-        shutil.copy2(path, dst / path.name)
+        (dst / path.relative_to(src)).parent.mkdir(exist_ok=True)
+        shutil.copy2(path, dst / path.relative_to(src))
     (dst / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

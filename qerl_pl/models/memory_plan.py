@@ -342,15 +342,16 @@ def _prefill(plan: RunPlan) -> float:
     return tokens * size * rows + dense + plan.max_num_seqs * shape.vocabulary * size
 
 
-def longest_completion(plan: RunPlan, prompt: int, gib: float) -> int:
-    """Tokens of the longest completion that fits, alone with a prompt of so many in a micro-batch; 0 where none does.
+def longest_completion(plan: RunPlan, prompt: int, gib: float, sequences: int = 1) -> int:
+    """Tokens of the longest completion that fits with a prompt of so many, `sequences` in a micro-batch; 0 for none.
 
-    The engine's cache is as set, or holds one such sequence where that is more.
+    The engine's cache is as set, or holds one such sequence where that is more; engines other than vLLM hold a batch.
     """
+    cached = plan.max_num_seqs if plan.engine_is_dense else 1
 
     def fits(length: int) -> bool:
-        batch = replace(plan.batch, tokens=prompt + length, sequences=1)
-        cache = max(plan.kv_cache_gib, plan.sequence_kv_bytes(prompt + length) / GIB)
+        batch = replace(plan.batch, tokens=sequences * (prompt + length), sequences=sequences)
+        cache = max(plan.kv_cache_gib, cached * plan.sequence_kv_bytes(prompt + length) / GIB)
         return run_memory(replace(plan, batch=batch, kv_cache_gib=cache)).peak <= gib * GIB
 
     high = 1
