@@ -39,10 +39,9 @@ def trainer_of(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
         callbacks=[rollout or rollout_of(), *([AdaptiveQuantizationNoise(stages=4)] * noise), *callbacks],
         plugins=[AtomicCheckpointIO()],
-        **{"max_epochs": 1} | settings,
+        **{"max_epochs": 1, "num_sanity_val_steps": 0} | settings,
     )
 
 

@@ -71,6 +71,23 @@ def test_sets_ranks_cut_lines_and_repeated_ones(tmp_path: Path) -> None:
     assert rows(compare(a, file)) == [["hard, greedy", "2", "0.000", "0.500", "+0.500", "-0.480 to +1.480"]]
 
 
+def test_a_question_is_its_text_and_a_sample_one_of_those_asked_for(tmp_path: Path) -> None:
+    for name, samples in {"a": 1, "b": 2}.items():
+        evaluation(tmp_path / name, {}, "hard")
+        lines = [
+            {"set": "hard", "prompt_id": f"{row}", "prompt": text, "sample": sample, "correct": name == "b"}
+            for row, text in enumerate(["1 + 1?", "2 + 2?", name])  # the last one is another question in each
+            for sample in (None, 0, 1)
+        ]
+        lines += [one | {"sample": 2, "correct": name == "a"} for one in lines[::3]]  # of an earlier evaluation
+        (tmp_path / name / "evaluation/abc.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        report = {"samples": "evaluation/abc.jsonl", "sets": {"hard": {"samples": samples}}}
+        (tmp_path / name / "evaluation.json").write_text(json.dumps(report))
+    text = compare(tmp_path / "a", tmp_path / "b")
+    assert [row[1:5] for row in rows(text)] == [["2", "0.000", "1.000", "+1.000"]] * 2
+    assert "2 questions are in one of the evaluations only" in text
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = evaluation(tmp_path / "a", {"p": ("0", ""), "q": ("0", "")})
     b = evaluation(tmp_path / "b", {"r": ("0", ""), "q": ("0", "")})
@@ -155,6 +172,9 @@ def test_rollouts_are_left_out_evenly(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_runs_without_completions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answered(["completions", str(tmp_path)]) == 2
     assert "train with --completions.jsonl true" in capsys.readouterr().err
+    (tmp_path / "completions.jsonl").write_text('{"question": "1 + 1?"}')
+    assert answered(["completions", str(tmp_path)]) == 2
+    assert "is another file; name the run" in capsys.readouterr().err
     (tmp_path / "completions.jsonl").write_text('{"version": 0')
     assert answered(["completions", str(tmp_path)]) == 2
     assert "wait for the first" in capsys.readouterr().err

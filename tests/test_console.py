@@ -118,6 +118,7 @@ def test_a_reader_that_has_gone_ends_the_program_without_a_word(words: str, unbu
 
 
 FLAGS = {
+    "": "",
     "run dst --merge": "run dst --merge=true",
     "--merge run dst": "--merge=true run dst",
     "run dst --merge --checkpoint x.ckpt": "run dst --merge=true --checkpoint x.ckpt",

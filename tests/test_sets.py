@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from cli_helpers import built
 from fit_helpers import Vowels, train
+from lightning.pytorch.callbacks import ModelCheckpoint
+from short_run import module_of, trainer_of
 from torch.utils.data import DataLoader
 
 from qerl_pl.callbacks import RunSummary
@@ -217,6 +219,21 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, table: dict[str,
     file.write_text('{"q": "1 + 1", "a": "2", "e": " "}\n')
     with pytest.raises(UserError, match=message):
         TableConfig(**{"path": str(file), "question": "q", "answer": "a"} | table).rows("sums")
+
+
+def test_the_best_checkpoint_of_a_module_with_sets_of_its_own(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    def fit(monitor: str, **settings: Any) -> ModelCheckpoint:
+        best = ModelCheckpoint(tmp_path, "best", monitor=monitor, mode="max")
+        trainer = trainer_of(tmp_path / "run", best, **settings)
+        trainer.fit(module_of(tiny_policy_dir), datamodule=Sets({"easy": 2, "MATH-500": 2}))
+        return best
+
+    best = fit("val/accuracy")  # which sets with names do not log
+    assert best.monitor == "val/easy/accuracy" and Path(best.best_model_path).is_file()
+    said = "best.monitor must be one of val/MATH-500/accuracy, .*; got val/easy/acuracy; correct it"
+    for settings in ({}, {"num_sanity_val_steps": -1}):
+        with pytest.raises(UserError, match=said):
+            fit("val/easy/acuracy", **settings)
 
 
 @pytest.mark.parametrize(

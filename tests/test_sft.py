@@ -165,7 +165,7 @@ MISTAKES = {
     "noise": (["--noise.sigma_start", "0.02"], "there is no key noise.sigma_start; see"),
     "rollout": (["-c", "small_card"], "there is no key rollout.engine"),
     "no path": (["--data", "ConversationDataModule"], "data.path needs a value; got none"),
-    "a test": (["test"], "No `test_step.*` method defined to run `Trainer.test`"),
+    "a test": (["test"], "samples answers, which SFTModule does not; evaluate its loss by qerl val"),
 }
 
 

@@ -55,7 +55,9 @@ class SaveFitConfig(SaveConfigCallback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the hyperparameters."""
         if writes_files(trainer):
-            self._text = self.parser.dump(self.config, skip_unset=False)
+            own = self.config.clone()
+            own.resume = None  # of this command: another one with the file may evaluate the adapter
+            self._text = self.parser.dump(own, skip_unset=False)
             for logger in trainer.loggers:
                 log_hyperparameters(logger, _logged(self._text))
 

@@ -103,7 +103,7 @@ def give_flags_values(function: Callable[..., None], words: Sequence[str]) -> li
     values = {"true", "false", "yes", "no", "on", "off"}
     return [
         f"{word}=true" if kinds.get(word.removeprefix("--")) is bool and after.lower() not in values else word
-        for word, after in zip(words, [*words[1:], ""], strict=True)
+        for word, after in zip(words, [*words[1:], ""], strict=False)  # no words at all have one behind them
     ]
 
 
@@ -187,6 +187,8 @@ def _records(source: Path) -> list[dict[str, Any]]:
             break
     if not records:
         raise UserError(f"completions needs a rollout; {source} has none yet; wait for the first")
+    if not all(isinstance(record, dict) and "version" in record for record in records):
+        raise UserError(f"completions reads the completions.jsonl of a run; {source} is another file; name the run")
     return records
 
 

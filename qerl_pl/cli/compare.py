@@ -1,8 +1,10 @@
 """`qerl compare`: the paired difference of two evaluations, from the samples that they wrote."""
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +29,14 @@ def compare(first: Path, second: Path) -> str:
         UserError: There are no samples, or fewer than two questions in common.
     """
     a, b = _answers(first), _answers(second)
-    both = sorted(a.keys() & b.keys())
+    both = a.keys() & b.keys()
     if len(both) < 2:
         raise UserError(
             f"compare pairs evaluations by question; {first} and {second} share {len(both)}; "
             "evaluate both on the same data"
         )
     rows = ["| | questions | A | B | B − A | 95 % |", "|---|---|---|---|---|---|"]
-    for name in sorted({name for name, _ in both}):
+    for name in sorted({name for name, *_ in both}):
         for kind in ("greedy", "sampled"):
             pairs = [(a[key][kind], b[key][kind]) for key in both if key[0] == name]
             values = np.array([(np.mean(one), np.mean(other)) for one, other in pairs if one and other])
@@ -56,9 +58,13 @@ def paired_interval(differences: npt.NDArray[np.float64]) -> tuple[float, float,
     return mean, mean - NORMAL_95 * error, mean + NORMAL_95 * error
 
 
-def _answers(place: Path) -> dict[tuple[str, str], dict[str, list[bool]]]:
-    """Whether each greedy completion and each sample is right, by set and prompt id; of several ranks all."""
-    file = place
+Question = tuple[str, str, str | None, str | None]
+"""A question's set, id, text and reference: an id alone may be another row's in another table."""
+
+
+def _answers(place: Path) -> dict[Question, dict[str, list[bool]]]:
+    """Whether each greedy completion and each sample is right, by question; of several ranks all."""
+    file, sets = place, dict[str, Any]()
     if not place.is_file():
         report = place / "evaluation.json"
         if not report.is_file():
@@ -66,16 +72,28 @@ def _answers(place: Path) -> dict[tuple[str, str], dict[str, list[bool]]]:
                 f"compare reads what `qerl test` wrote; {place} has no evaluation.json; name a run's folder, or a "
                 "file of samples"
             )
-        file = place / json.loads(report.read_bytes())["samples"]
+        found = json.loads(report.read_bytes())
+        file, sets = place / found["samples"], found.get("sets", {})
+    counts = {name: one["samples"] for name, one in sets.items()}  # a file may have more, of an earlier evaluation
+    unnamed = counts.get("test", counts.get("val", math.inf))
     files = [file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))]
-    grades = {}  # a later line of a question is of its edited row
+    grades: dict[tuple[str, str], dict[int | None, bool]] = defaultdict(dict)
+    texts: dict[tuple[str, str], tuple[str | None, str | None]] = {}
     for line in (line for one in files if one.is_file() for line in one.read_text().splitlines()):
         try:
             record = json.loads(line)
-            grades[record["set"], record["prompt_id"], record["sample"]] = bool(record["correct"])
+            key, text = (record["set"], record["prompt_id"]), (record.get("prompt"), record.get("reference"))
+            if texts.setdefault(key, text) != text:  # later lines are of the edited row
+                grades[key].clear()
+                texts[key] = text
+            if (record["sample"] or 0) < counts.get(record["set"], unnamed if not record["set"] else math.inf):
+                grades[key][record["sample"]] = bool(record["correct"])
         except (ValueError, KeyError, TypeError):
             continue  # a line that a kill cut off
-    answers: dict[tuple[str, str], dict[str, list[bool]]] = defaultdict(lambda: {"greedy": [], "sampled": []})
-    for (name, prompt, sample), correct in grades.items():
-        answers[name, prompt]["greedy" if sample is None else "sampled"].append(correct)
-    return answers
+    return {
+        (*key, *texts[key]): {
+            "greedy": [right for sample, right in of_question.items() if sample is None],
+            "sampled": [right for sample, right in of_question.items() if sample is not None],
+        }
+        for key, of_question in grades.items()
+    }

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint, Progres
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from rich import get_console
 
 from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback, RolloutLines
@@ -312,6 +313,11 @@ class QeRLCLI(LightningCLI):
 
     def test(self, model: LightningModule, datamodule: LightningDataModule, **kwargs: Any) -> None:
         """Evaluate on the test prompts."""
+        if not is_overridden("test_step", model):
+            raise UserError(
+                f"qerl test samples answers, which {type(model).__name__} does not; evaluate its loss by qerl "
+                "validate, or its adapter by qerl test -c evaluate --model.policy.path RUN/adapter"
+            )
         self.trainer.test(model, datamodule=datamodule, **kwargs | self._evaluated(kwargs))
 
     def _checkpoint(self, given: dict[str, Any]) -> dict[str, Path | None]:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import MeanMetric
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
-from qerl_pl.errors import require_at_least
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
@@ -106,6 +107,10 @@ class QeRLModule(PolicyModule):
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
         super().setup(stage)
         self._means.clear()
+        names = getattr(self.trainer.datamodule, "val_names", ("",))  # type: ignore[attr-defined]
+        for best in self._best_checkpoints() if names[0] else ():
+            if best.monitor == evaluation_tag("val", "", "accuracy"):  # which sets with names do not log
+                best.monitor = evaluation_tag("val", names[0], "accuracy")
         if stage == "fit" and not self.objective.needs_teacher and self.teacher_config != TeacherConfig():
             log.warning("model.teacher has no effect without a model.objective that distils, OnPolicyDistillation, say")
 
@@ -183,6 +188,17 @@ class QeRLModule(PolicyModule):
     def test_step(self, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Log the metrics of the batch's evaluation."""
         self._log_evaluation("test", batch, dataloader_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        """Refuse checkpoints by a metric that validations do not have, also in the sanity check."""
+        for best in self._best_checkpoints():
+            if (best.monitor or "").startswith("val/") and best.monitor not in self._means:
+                raise UserError(
+                    f"best.monitor must be one of {', '.join(sorted(self._means))}; got {best.monitor}; correct it"
+                )
+
+    def _best_checkpoints(self) -> list[ModelCheckpoint]:
+        return [one for one in self.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
 
     def validation_metrics(self) -> dict[str, float]:
         """Metrics of the validation that has just ended, by tag; none of a sanity check on fewer prompts.
