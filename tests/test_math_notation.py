@@ -76,6 +76,33 @@ RIGHT = {
         5.4 million | 5400000
         3 dozen | 36
     """,
+    "mixed": r"""
+        37.5\% | 37\frac{1}{2}\%
+        37\frac12\% | 37.5\%
+        33 1/3 | 33\frac{1}{3}\%
+        \frac{1}{3} | 33\frac{1}{3}\%
+        \frac{7}{2}\pi | 3\frac{1}{2}\pi
+        \frac72\sqrt{2} | 3 \tfrac{1}{2}\sqrt{2}
+        x = 3\dfrac12 x | \frac72 x
+        3\frac12\pi \text{ or } 4\frac12\pi | \frac72\pi, \frac92\pi
+        3\frac12 | 3.5
+        \pi | 2\cdot\frac{1}{2}\pi
+        \frac{x^2}{2}\pi | x^2\frac{1}{2}\pi
+        4\pi | 2^3\frac12\pi
+        \frac{a_2 x}{2} | a_2\frac{1}{2}x
+        0.75\pi | 1.5\frac{1}{2}\pi
+        \frac{\pi}{\sqrt2} | \sqrt 2\frac12\pi
+        3\pi | 2\frac{3}{2}\pi
+        \frac16 x | 1\frac12\frac13 x
+    """,
+    "percents": r"""
+        12 | 12\%
+        12.5 | 12.5\%
+        0.125 | 12.5\%
+        2.5\% | 2.5
+        -5\% | -5
+        5\% | 5.0
+    """,
     "approximations": r"""
         \frac13 \approx 0.333 | \frac13
         3\pi \approx 9.42 | 9.42
@@ -163,6 +190,18 @@ WRONG = {
         2e-1 | 0.2e
         5 tenths | 5
         5\text{ million} | 5
+    """,
+    "mixed": r"""
+        66\frac{1}{3}\% | 33\frac{1}{3}\%
+        \frac{1}{3}\% | 33\frac{1}{3}\%
+        \frac{3}{2}\pi | 3\frac{1}{2}\pi
+    """,
+    "percents": r"""
+        12.6 | 12.5\%
+        1250 | 12.5\%
+        12.5\% | 13.5\%
+        0.125\% | 12.5\%
+        y = 12.5\% | x = 12.5
     """,
     "approximations": r"""
         5 \approx 6 | 5

@@ -126,6 +126,36 @@ def test_gsm8k_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("box", "number"),
+    [
+        (r"10{,}000", "10000"),
+        (r"10{,}000\text{ dollars}", "10000"),
+        (r"\text{18}", "18"),
+        (r"\text{18 apples}", "18"),
+        (r"\text{\$18.00 per day}", "18"),
+        (r"18\text{ miles}\text{ west}", "18"),
+        (r"18\text{ percent}", "18"),
+        (r"18\text{ more apples}", "18"),
+        (r"18\text{}", "18"),
+        (r"\text{\$}18", "18"),
+        (r"10{,}00", None),
+        (r"18\text{ million}", None),
+        (r"\text{18 million}", None),
+        (r"1\text{ hour }30\text{ minutes}", None),
+        (r"\text{1 hour 30 minutes}", None),
+        (r"18\text{ or more}", None),
+        (r"\text{about }18", None),
+        (r"1\text{8}", None),
+        (r"\text{18" + " " * 190 + "x}", None),  # in no time, as the next
+        (r"\text{18" + " " * 30_000 + "x}", None),
+    ],
+    ids=lambda given: str(given)[:30],
+)
+def test_words_of_a_box(box: str, number: str | None) -> None:
+    assert GSM8KAnswer().extract_answer(rf"so \boxed{{{box}}}") == number
+
+
+@pytest.mark.parametrize(
     ("answer", "extracted"),
     [
         ("$1,234.50.", "1234.5"),

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 
 from qerl_pl.errors import UserError
+from qerl_pl.rewards import math_notation as notation
 from qerl_pl.rewards.base import Reward, RewardSample, refuse_empty_references
 
 
@@ -97,7 +98,8 @@ _NUMBER = (
     rf"(?:/\d+|[eE][-+−]?\d+(?!\w)|(?:\s?(?:\*|×|x|·|\\times|\\cdot)\s?10)?\s?{_POWER})?(?:\s?%)?"
 )
 _NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%−-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
-_TEXT = re.compile(r"\\(?:text|textrm|textbf|textit|mbox|mathrm)\s*\{([^{}]*)\}")
+_TEXT_MARK = r"\\(?:text|textrm|textbf|textit|mbox|mathrm)"
+_TEXT = re.compile(rf"{_TEXT_MARK}\s*\{{([^{{}}]*)\}}")
 _LEAD = re.compile(r"^[^\0]*(?:\b(?:is|are|equals)|[=:])\s*(?=\0)")  # "The answer is" before a formula (\0)
 _STATES = re.compile(r"\b(?:is|are|if|when|where|for|such|otherwise)\b", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\\)\b(?!(?:and|or)\b)[A-Za-z]{2,}")
@@ -199,6 +201,24 @@ def parse_number(text: str) -> Decimal | None:
     return Decimal(plain.replace(",", "")) if _PLAIN_NUMBER.fullmatch(plain) else None
 
 
+_COMPARISON = re.compile(rf"({_TEXT_MARK}\s*\{{)\s*(?:percent|times|more|fewer|less)\b")
+"""Text whose first word answers "how many more", or is a percent sign."""
+_LONGEST_BOX = 200
+"""Characters of a box whose words are read: it takes time that grows with the square of its length."""
+_NO_WORDS = re.compile(rf"{_TEXT_MARK}\s*\{{[^{{}}\w]*\}}")
+
+
+def _without_words(box: str) -> str:
+    """A box without LaTeX's spaces, and without the words after its number unless they may change it."""
+    text = re.sub(r"\\[,!; ]", "", box.replace("{,}", ","))
+    if len(text) > _LONGEST_BOX:
+        return text
+    text = " ".join(text.split())
+    text = notation.without_unit_texts(_NO_WORDS.sub(" ", _COMPARISON.sub(r"\1", text))).strip()
+    whole = notation.TEXT.fullmatch(text)
+    return notation.without_units(whole[1]) if whole else text
+
+
 class GSM8KAnswer(Reward):
     """1 if the last <answer>...</answer>, or without one the last \\boxed{...}, is the reference's number, else 0.
 
@@ -238,5 +258,5 @@ class GSM8KAnswer(Reward):
     def _number(completion: str) -> Decimal | None:
         tagged = last_tagged(completion, "answer")
         boxed = last_boxed(completion if tagged is None else tagged)
-        answer = tagged if boxed is None else re.sub(r"\\[,!; ]", "", _TEXT.sub("", boxed))  # 18\text{ apples}
+        answer = tagged if boxed is None else _without_words(boxed)
         return None if answer is None else parse_number(answer)

@@ -194,6 +194,13 @@ def _equal_numbers(left: Any, right: Any) -> bool | None:
 _PERCENT = UnevaluatedExpr(Rational(1, 100))
 
 
+def _equal_percent(left: Any, right: Any) -> bool:
+    """Whether two numbers, of which one alone has a percent sign, are equal without it: 12.5 % is 12.5, too."""
+    if not _are_scalars(left, right) or left.has(_PERCENT) == right.has(_PERCENT):
+        return False
+    return bool(_equal_numbers(*(side.xreplace({_PERCENT: Rational(1)}) for side in (left, right))))
+
+
 def _contradict(left: Any, right: Any) -> bool:
     """Whether numbers in two values that math-verify takes for equal differ: it compares them absolutely."""
     if not (isinstance(left, Eq | And) and isinstance(right, Eq | And)):
@@ -221,7 +228,8 @@ def _same(expected: list[Any], values: list[Any], sets: bool) -> bool:
     """Whether one of the values is one of the expected ones; `sets`: an inequality is a set."""
     for one in expected:
         for other in values:
-            if not (isinstance(one, Relational | And)) and _equal_numbers(one, _side(other)):
+            named = isinstance(one, Relational | And)
+            if not named and (_equal_numbers(one, _side(other)) or _equal_percent(one, _side(other))):
                 return True
             if verify([one], [other], timeout_seconds=None, allow_set_relation_comp=sets) and not _contradict(
                 one, other

@@ -39,6 +39,11 @@ _CAPITAL = re.compile(
 _SMALL = re.compile(r"breve\{(\w+)\}")
 _MIXED = re.compile(r"(?<![\w.,/^)}])(\d+)\s+(\d+)/(\d+)(?![\d/])")
 """A mixed number in plain text, such as 1 1/2, of which math-verify reads the integer alone."""
+_WITH_FRACTION = re.compile(
+    r"(^|[-+=(\[{<>$;]|,\s|\b(?:or|and)\b(?:\s*\})?)(\s*)(\d{1,20})(?:\s|\\[ ,;:!])*\\[dt]?frac"
+    r"\s*(?:\{\s*(\d{1,20})\s*\}|(\d))\s*(?:\{\s*(\d{1,20})\s*\}|(\d))(?!\s*(?:[\d^!]|\\[dt]?frac))"
+)
+"""A mixed number in LaTeX, which math-verify reads as a product before another factor or a percent sign."""
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline\s*\{\s*(\d{1,20})\s*\}")
 _OR = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|∨")
 _DOUBTS = (
@@ -151,6 +156,7 @@ def plain(text: str, reference: str = "") -> str:
     text = re.sub(r"\\angle\s*([A-Z]{3})", lambda name: rf"\text{{angle{min(name[1], name[1][::-1])}}}", text)
     text = _numbers(text, reference)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _WITH_FRACTION.sub(_one_fraction, text)
     text = _REPEATING.sub(_fraction, text)
     text = _OR.sub(" \\\\text{ or } ", text)
     text = re.sub(r"(?<=\d)\.(?=[-+*/^)}])", "", text)  # 1./3
@@ -210,6 +216,13 @@ def _multiplied(match: re.Match[str]) -> str:
     """A factor as a number, and the text that follows it."""
     rest = (match[3] or "").strip()
     return rf"\cdot {_FACTORS[match[2]]}" + (rf"\text{{ {rest}}}" if rest else "")
+
+
+def _one_fraction(mixed: re.Match[str]) -> str:
+    """The fraction of a mixed number: 3\\frac{1}{2} is 7/2."""
+    before, space, *digits = mixed.groups()
+    whole, top, bottom = map(int, filter(None, digits))
+    return rf"{before}{space}\frac{{{whole * bottom + top}}}{{{bottom}}}" if top < bottom else mixed[0]
 
 
 def _fraction(repeating: re.Match[str]) -> str:
