@@ -76,7 +76,8 @@ def test_a_teacher_that_nothing_learns_from_is_named(
 ) -> None:
     def set_up(objective: Objective) -> None:
         module = module_of(Path("nowhere"), objective=objective, teacher=teacher)
-        module._trainer = SimpleNamespace(fit_loop=SimpleNamespace(total_batch_idx=-1))  # type: ignore[assignment]
+        loop = SimpleNamespace(total_batch_idx=-1)
+        module._trainer = SimpleNamespace(fit_loop=loop, datamodule=None)  # type: ignore[assignment]
         module.setup("fit")
 
     set_up(GRPO(beta=0.04))

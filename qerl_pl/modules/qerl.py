@@ -107,12 +107,13 @@ class QeRLModule(PolicyModule):
         """Drop the metrics of an earlier stage, whose tensors `trainer.validate` makes in inference mode."""
         super().setup(stage)
         self._means.clear()
-        names = getattr(self.trainer.datamodule, "val_names", ("",))  # type: ignore[attr-defined]
-        for best in self._best_checkpoints() if names[0] else ():
-            if best.monitor == evaluation_tag("val", "", "accuracy"):  # which sets with names do not log
-                best.monitor = evaluation_tag("val", names[0], "accuracy")
         if stage == "fit" and not self.objective.needs_teacher and self.teacher_config != TeacherConfig():
             log.warning("model.teacher has no effect without a model.objective that distils, OnPolicyDistillation, say")
+        data = self.trainer.datamodule if stage == "fit" else None  # type: ignore[attr-defined]
+        first = next(iter(getattr(data, "val_names", ())), "")
+        for best in self._best_checkpoints() if first else ():
+            if best.monitor == evaluation_tag("val", "", "accuracy"):  # which sets with names do not log
+                best.monitor = evaluation_tag("val", first, "accuracy")
 
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""
