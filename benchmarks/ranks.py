@@ -253,14 +253,14 @@ def row_of(kind: str, devices: int, args: argparse.Namespace) -> dict[str, Any]:
     run = args.folder / f"{kind}-{devices}"
     values, ends = scalars(run), [float(line) for line in (run / "ends").read_text().split()]
     values["seconds"] = [end - start for start, end in itertools.pairwise(ends)]
-    found: dict[str, Any] = {"all_reduce_s": float((run / "all_reduce_s").read_text()) if devices > 1 else 0.0}
+    results: dict[str, Any] = {"all_reduce_s": float((run / "all_reduce_s").read_text()) if devices > 1 else 0.0}
     begin = WARM_UP
     for prompts, end in zip(args.prompts, itertools.accumulate(args.steps), strict=True):
         later = {tag: series[begin:end] for tag, series in values.items()}
         tokens = [length * prompts * 8 for length in later["completions/length_mean"]]
-        found[str(prompts)] = {"seconds": later.pop("seconds"), "tokens_of_a_gpu": tokens, "all": later}
+        results[str(prompts)] = {"seconds": later.pop("seconds"), "tokens_of_a_gpu": tokens, "all": later}
         begin = end
-    return found
+    return results
 
 
 def part_shapes(args: argparse.Namespace, write: Callable[[str, Any], None]) -> None:
@@ -277,7 +277,7 @@ def part_shapes(args: argparse.Namespace, write: Callable[[str, Any], None]) -> 
         folder = args.folder / f"{run[0]}-{run[1]}"
         while len(list(folder.glob("ready*"))) < run[1] and process.poll() is None:
             time.sleep(0.2)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for wave in waves:
         for kind, devices, _ in wave:
             (args.folder / f"{kind}-{devices}" / "go").touch()
@@ -285,20 +285,20 @@ def part_shapes(args: argparse.Namespace, write: Callable[[str, Any], None]) -> 
             if running[kind, devices, first].wait():
                 sys.stderr.write(f"{kind} on {devices} has failed\n")
             else:
-                found[f"{kind}-{devices}"] = row_of(kind, devices, args)
-        write(table_of(found, args), found)
+                results[f"{kind}-{devices}"] = row_of(kind, devices, args)
+        write(table_of(results, args), results)
 
 
-def table_of(found: dict[str, Any], args: argparse.Namespace) -> str:
+def table_of(results: dict[str, Any], args: argparse.Namespace) -> str:
     rows = []
     for kind in args.kinds:
         for prompts in map(str, args.prompts):
             for devices in args.devices:
-                if f"{kind}-{devices}" not in found:
+                if f"{kind}-{devices}" not in results:
                     continue
-                one = found[f"{kind}-{devices}"][prompts]
+                one = results[f"{kind}-{devices}"][prompts]
                 rates = [count / spent for count, spent in zip(one["tokens_of_a_gpu"], one["seconds"], strict=True)]
-                alone = found.get(f"{kind}-1", {}).get(prompts)
+                alone = results.get(f"{kind}-1", {}).get(prompts)
                 share = "–"
                 if alone:
                     pairs = zip(alone["tokens_of_a_gpu"], alone["seconds"], strict=True)
@@ -307,7 +307,7 @@ def table_of(found: dict[str, Any], args: argparse.Namespace) -> str:
                 row = [kind, f"{prompts} x 8 x {args.tokens}", devices, f"{statistics.median(seconds):.2f}"]
                 row += [f"{min(seconds):.2f} to {max(seconds):.2f}", f"{statistics.median(rates):.0f}", share]
                 row += [f"{statistics.median(one['all'][f'time/{name}_s']):.2f}" for name in PHASES]
-                all_reduce_ms = 1000 * found[f"{kind}-{devices}"]["all_reduce_s"]
+                all_reduce_ms = 1000 * results[f"{kind}-{devices}"]["all_reduce_s"]
                 rows.append([*row, f"{all_reduce_ms:.1f}", f"{max(one['all']['memory/peak_gib']):.1f}"])
     headers = [
         "base",

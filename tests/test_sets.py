@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cli_helpers import built
 from fit_helpers import Vowels, train
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from short_run import module_of, trainer_of
 from torch.utils.data import DataLoader
 
@@ -222,14 +222,19 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, table: dict[str,
 
 
 def test_the_best_checkpoint_of_a_module_with_sets_of_its_own(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    class Logs(Callback):
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.log("val/mine", 0.5)
+
     def fit(monitor: str, **settings: Any) -> ModelCheckpoint:
         best = ModelCheckpoint(tmp_path, "best", monitor=monitor, mode="max")
-        trainer = trainer_of(tmp_path / "run", best, **settings)
+        trainer = trainer_of(tmp_path / "run", Logs(), best, **settings)
         trainer.fit(module_of(tiny_policy_dir), datamodule=Sets({"easy": 2, "MATH-500": 2}))
         return best
 
     best = fit("val/accuracy")  # which sets with names do not log
     assert best.monitor == "val/easy/accuracy" and Path(best.best_model_path).is_file()
+    assert Path(fit("val/mine", num_sanity_val_steps=-1).best_model_path).is_file()
     said = "best.monitor must be one of val/MATH-500/accuracy, .*; got val/easy/acuracy; correct it"
     for settings in ({}, {"num_sanity_val_steps": -1}):
         with pytest.raises(UserError, match=said):

@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
@@ -103,7 +104,7 @@ def give_flags_values(function: Callable[..., None], words: Sequence[str]) -> li
     values = {"true", "false", "yes", "no", "on", "off"}
     return [
         f"{word}=true" if kinds.get(word.removeprefix("--")) is bool and after.lower() not in values else word
-        for word, after in zip(words, [*words[1:], ""], strict=False)  # no words at all have one behind them
+        for word, after in zip_longest(words, words[1:], fillvalue="")
     ]
 
 

@@ -72,8 +72,8 @@ def _answers(place: Path) -> dict[Question, dict[str, list[bool]]]:
                 f"compare reads what `qerl test` wrote; {place} has no evaluation.json; name a run's folder, or a "
                 "file of samples"
             )
-        found = json.loads(report.read_bytes())
-        file, sets = place / found["samples"], found.get("sets", {})
+        evaluation = json.loads(report.read_bytes())
+        file, sets = place / evaluation["samples"], evaluation.get("sets", {})
     counts = {name: one["samples"] for name, one in sets.items()}  # a file may have more, of an earlier evaluation
     unnamed = counts.get("test", counts.get("val", math.inf))
     files = [file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))]

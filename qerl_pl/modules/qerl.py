@@ -192,11 +192,11 @@ class QeRLModule(PolicyModule):
 
     def on_validation_epoch_end(self) -> None:
         """Refuse checkpoints by a metric that validations do not have, also in the sanity check."""
+        logged = {one.meta.name for one in (self.trainer._results or {}).values()}  # also by subclasses and callbacks
         for best in self._best_checkpoints():
-            if (best.monitor or "").startswith("val/") and best.monitor not in self._means:
-                raise UserError(
-                    f"best.monitor must be one of {', '.join(sorted(self._means))}; got {best.monitor}; correct it"
-                )
+            if (best.monitor or "").startswith("val/") and best.monitor not in logged:
+                tags = sorted(tag for tag in logged if tag.startswith("val/"))
+                raise UserError(f"best.monitor must be one of {', '.join(tags)}; got {best.monitor}; correct it")
 
     def _best_checkpoints(self) -> list[ModelCheckpoint]:
         return [one for one in self.trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]

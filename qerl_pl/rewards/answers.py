@@ -215,8 +215,8 @@ def _without_words(box: str) -> str:
         return text
     text = " ".join(text.split())
     text = notation.without_unit_texts(_NO_WORDS.sub(" ", _COMPARISON.sub(r"\1", text))).strip()
-    whole = notation.TEXT.fullmatch(text)
-    return notation.without_units(whole[1]) if whole else text
+    as_text = notation.TEXT.fullmatch(text)
+    return notation.without_units(as_text[1]) if as_text else text
 
 
 class GSM8KAnswer(Reward):
