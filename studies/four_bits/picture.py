@@ -40,6 +40,8 @@ DIFFERENCES = {
     "served on 16 bits: nvfp4 less lora16": "served on 16 bits: trained on NVFP4 − on 16 bits",
 }
 """Comparisons of `analysis.comparisons`, by the names that a row has."""
+LEAST_PAIRS = 3
+"""Of a difference that is drawn, as in the plan."""
 WIDTH, CURVES, ROW = 5.5, 3.0, 0.5
 """Inches: width, height of the curves and of a difference."""
 
@@ -67,9 +69,10 @@ def draw_curves(axis: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_differences(axis: Axes, counts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Draw a row for each comparison that has two pairs and for the earlier study, and return their names."""
+    """Draw a row for each comparison that has three pairs and for the earlier study, and return their names."""
     measured = comparisons(accuracies(counts, "sampled"))
-    found = {DIFFERENCES[name]: difference(values) for name, values in measured.items() if name in DIFFERENCES}
+    drawn = {DIFFERENCES[name]: values for name, values in measured.items() if name in DIFFERENCES}
+    found = {name: difference(values) for name, values in drawn.items() if len(values) >= LEAST_PAIRS}
     for row, one in enumerate(found.values()):
         axis.plot([one.low, one.high], [row, row], color="#444444", lw=1.5)
         axis.plot([one.low90, one.high90], [row, row], color="#444444", lw=4)
