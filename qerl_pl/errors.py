@@ -108,7 +108,9 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def take(self) -> None:
-        """Install the handler; repeated calls change nothing."""
+        """Install the handler; repeated calls change nothing, nor do those of another thread than the main one."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         requeues = signal.getsignal(signal.SIGUSR1) is sigusr1_as_sigterm
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *([signal.SIGUSR1] if requeues else [])):
             ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

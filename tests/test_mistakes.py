@@ -83,7 +83,8 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "negative seed": ("--seed_everything -1", "a seed from 0 to 4294967295; got -1; set seed_everything"),
     # The trainer's.
     "no GPU": ("--trainer.accelerator gpu", "Trainer refuses a key: No .*gpu backend"),
-    "accumulation": ("--trainer.accumulate_grad_batches 2", "accumulate_grad_batches=2"),
+    "accumulation": ("--trainer.accumulate_grad_batches 2", "accumulate_grad_batches 2; raise data.batch_size, or"),
+    "clipping": ("--trainer.gradient_clip_val 1.0", "model.max_grad_norm clips .*gradient_clip_val 1.0; set that one"),
     "uneven": ("--trainer.devices 3", "multiple of the number of devices; got 16 for 3; change one"),
     "processes": ("--trainer.strategy ddp", "got DDPStrategy for 1; .* key trainer.strategy at auto"),
     "no place": (f"--trainer.default_root_dir {QUICKSTART}/run", r"/run cannot be locked \(Not a directory\)"),

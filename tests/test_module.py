@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from short_run import data, module_of, trainer_of
@@ -289,7 +289,7 @@ def test_random_states_that_wait_for_a_rollout_are_kept_by_a_checkpoint_before_i
     random.seed(99)
     torch.manual_seed(99)
     end, module = tmp_path / "end.ckpt", module_of(tiny_policy_dir)
-    callback = LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(end))
+    callback = LambdaCallback(on_fit_end=lambda trainer, _: trainer.save_checkpoint(end))
     trainer_of(tmp_path, callback).fit(module, datamodule=data(), ckpt_path=str(path), weights_only=True)
     ends = [path, end]
     states = [torch.load(one, weights_only=True)["qerl"]["random_states"][0] for one in ends]
@@ -311,7 +311,7 @@ def test_each_rank_takes_its_own_random_state_where_as_many_are_there(
             states.append(random_state())
         trainer, state = module._trainer, SimpleNamespace(fn=TrainerFn.FITTING)
         module._trainer = SimpleNamespace(global_rank=rank, world_size=size, state=state)  # type: ignore[assignment]
-        module.on_load_checkpoint({"qerl": saved["qerl"] | {"random_states": states}})
+        module.on_load_checkpoint(saved | {"qerl": saved["qerl"] | {"random_states": states}})
         module._trainer = trainer
         module.sampling_weights()
         found = random.random()
@@ -332,7 +332,7 @@ def test_what_a_run_chose_to_recompute_goes_with_its_checkpoints(
     monkeypatch.setattr(module.policy, "checkpointing", choice)
     module.on_save_checkpoint(checkpoint)
     assert checkpoint["qerl"]["recomputation"] == "selective"
-    module.on_load_checkpoint({"qerl": saved | {"recomputation": "true"}})
+    module.on_load_checkpoint({"optimizer_states": [], "qerl": saved | {"recomputation": "true"}})
     monkeypatch.setattr(module, "_random_state", None)
     assert chosen == ["true"]
 
@@ -366,8 +366,48 @@ def test_a_resumed_run_takes_the_rates_it_is_given(
     module.make_optimizer = lambda params: torch.optim.AdamW(params, lr=0.5, weight_decay=0.25, betas=(0.5, 0.5))
     path = str(uninterrupted[1] / "checkpoints" / "step=2.ckpt")
     trainer_of(tmp_path, Rates()).fit(module, datamodule=data(), ckpt_path=path, weights_only=True)
-    # Four of eight steps are done; the moments' decays stay the checkpoint's.
-    assert found[:2] == [{"lr": 0.25, "weight_decay": 0.25, "betas": (0.9, 0.999)}, {"base": [0.5]}]
+    # Four of eight steps are done.
+    assert found[:2] == [{"lr": 0.25, "weight_decay": 0.25, "betas": (0.5, 0.5)}, {"base": [0.5]}]
+
+
+@pytest.mark.parametrize(("limit", "warns"), [(2, False), (3, True)])
+def test_a_limit_that_does_not_extend_a_finished_epoch_is_said(
+    limit: int, warns: bool, tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fit(batches: int, path: str | None) -> int:
+        module, given = module_of(tiny_policy_dir), {"max_steps": -1, "max_epochs": 1, "limit_train_batches": batches}
+        trainer = trainer_of(tmp_path, ResumeCheckpoint(9), **given)
+        trainer.fit(module, datamodule=data(), ckpt_path=path, weights_only=path and True)
+        return module.policy_version
+
+    assert fit(2, None) == fit(limit, str(tmp_path / "checkpoints" / "step=2.ckpt")) == 2
+    said = "its epoch after 2 batches, which a higher trainer.limit_train_batches does not extend" in caplog.text
+    assert said == warns
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings", "message"),
+    [
+        ([EMAWeightAveraging()], {}, "policy's own weights alone; got WeightAveraging; leave it out"),
+        ([], {"barebones": True}, "training logs its metrics; got a Trainer with barebones=True; leave it out"),
+    ],
+)
+def test_what_training_has_no_use_for_is_refused(
+    callbacks: list[Callback], settings: dict[str, Any], message: str, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer_of(tmp_path, *callbacks, **settings).fit(module_of(tiny_policy_dir), datamodule=data())
+
+
+def test_weights_alone_are_no_state_to_go_on_from(
+    uninterrupted: tuple[QeRLModule, Path], tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    whole = torch.load(uninterrupted[1] / "checkpoints" / "step=2.ckpt", weights_only=True)
+    torch.save({key: value for key, value in whole.items() if key != "optimizer_states"}, tmp_path / "best.ckpt")
+    with pytest.raises(UserError, match="its optimizer's state; this one has weights alone, by save_weights_only"):
+        trainer_of(tmp_path).fit(
+            module_of(tiny_policy_dir), datamodule=data(), ckpt_path=str(tmp_path / "best.ckpt"), weights_only=True
+        )
 
 
 @pytest.mark.parametrize(("epochs", "warns"), [(2, False), (1, True)])

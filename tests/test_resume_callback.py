@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers.logger import DummyLogger
 from test_killed import in_a_fork
 from tiny_run import VALIDATED, Tiny, trainer_of
@@ -423,3 +425,79 @@ def test_the_curves_of_a_finished_run_go_on_where_they_ended(
         trainer.fit(Numbered(), ckpt_path=checkpoint, weights_only=True)
         checkpoint = str(newest_checkpoint(tmp_path))
     assert logger.found == [(step, step) for step in range(len(logger.found))] and len(logger.found) > 3
+
+
+class Marked(Tiny):
+    """Has an accuracy for each epoch: best in the third."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        steps = self.trainer.global_step
+        self.log_dict({ACCURACY: (0.5, 0.6, 0.9, 0.8, 0.7, 0.6)[steps // 6 - 1], "rollouts": float(steps)})
+
+
+class Marks:
+    """A run of epochs that are validated at their end, with what follows their accuracy."""
+
+    def __init__(self, folder: Path) -> None:
+        kind, settings, _ = CALLBACKS["best"]
+        self.folder = folder
+        self.stop = EarlyStopping(ACCURACY, mode="max", patience=2)
+        best = kind(dirpath=folder / "checkpoints", **settings or {})
+        given = {"max_epochs": 6, "limit_val_batches": 1}
+        self.trainer = trainer_of(folder, self.stop, ResumeCheckpoint(3, 99), best, **given)
+
+    def fit(self, signals: dict[int, int] | None = None, resume: str | None = None) -> list[int]:
+        """The events."""
+        module, path = Marked(signals), resume and str(self.folder / "checkpoints" / resume)
+        self.trainer.fit(module, ckpt_path=path, weights_only=True)
+        return module.events
+
+    @property
+    def best(self) -> list[str]:
+        return sorted(path.name for path in (self.folder / "checkpoints").glob("best-*.ckpt"))
+
+
+EPOCH = [*range(6), VALIDATED]
+
+
+@pytest.mark.parametrize("steps", [3, 6, 12, 18, 24, 27])
+def test_callbacks_that_end_an_epoch_go_on_with_what_they_had(tmp_path: Path, steps: int) -> None:
+    whole = Marks(tmp_path)
+    assert whole.fit() == EPOCH * 5 and whole.best == ["best-rollouts=18.ckpt"]
+    for name in whole.best:  # the resumed run has its own, if it comes to it
+        (tmp_path / "checkpoints" / name).rename(tmp_path / name) if steps < 18 else None
+    resumed = Marks(tmp_path)
+    assert resumed.fit(resume=f"step={steps}.ckpt") == (EPOCH * 5)[steps + steps // 6 :]
+    assert resumed.stop.wait_count == whole.stop.wait_count == 2 and resumed.best == ["best-rollouts=18.ckpt"]
+
+
+@pytest.mark.parametrize("event", [5, VALIDATED])
+def test_stopped_at_the_end_of_its_best_epoch_a_run_keeps_that(tmp_path: Path, event: int) -> None:
+    class Late(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+            if trainer.current_epoch == 2:
+                pl_module.signals = {event: signal.SIGTERM}  # type: ignore[assignment]
+
+    first = Marks(tmp_path)
+    first.trainer.callbacks.append(Late())  # type: ignore[attr-defined]
+    with pytest.raises(Preempted):
+        first.fit()
+    assert first.best == ["best-rollouts=18.ckpt"] and "step=18.ckpt" in saved(tmp_path)
+    second = Marks(tmp_path)
+    assert second.fit(resume="step=18.ckpt") == EPOCH * 2 and second.best == ["best-rollouts=18.ckpt"]
+
+
+def test_a_run_that_early_stopping_has_ended_only_ends_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert len(Marks(tmp_path).fit()) == 35
+    assert Marks(tmp_path).fit(resume="step=30.ckpt") == []
+    assert f"EarlyStopping by {ACCURACY} has ended this run: to go on, leave it out" in caplog.text
+    on = Marks(tmp_path)
+    on.trainer.callbacks.remove(on.stop)  # type: ignore[attr-defined]
+    assert on.fit(resume="step=30.ckpt") == EPOCH
+
+
+def test_a_run_in_a_thread_saves_without_handling_signals(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(trainer_of(tmp_path, ResumeCheckpoint(4)).fit, Tiny()).result()
+    assert saved(tmp_path) == {"step=4.ckpt", "step=6.ckpt"}

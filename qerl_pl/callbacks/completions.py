@@ -61,7 +61,7 @@ class CompletionLog(Callback):
         if experience.version % self.every_n_rollouts == 0:
             self._log(trainer)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the last rollout."""
         self._log(trainer)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LambdaCallback
 
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least, take_sigusr1
 from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
@@ -54,13 +54,14 @@ class ResumeCheckpoint(Checkpoint):
         self._step_end: dict[str, Any] = {}
         """Rollouts, epoch, state of Lightning's loops with the data loader, and random state at a step's end."""
         self._saves = False
-        self._first = LambdaCallback(on_train_batch_start=self._start_step, on_train_epoch_end=self._save_if_due)
+        self._first = LambdaCallback(on_train_batch_start=self._start_step)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Insert a first callback, which saves before the others begin the next step or end the epoch."""
+        """Insert a first callback, which saves before the others begin a step, and be the last to end an epoch."""
         take_sigusr1()
         if self._first not in trainer.callbacks:  # type: ignore[attr-defined]
-            trainer.callbacks = [self._first, *trainer.callbacks]  # type: ignore[attr-defined]
+            others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
+            trainer.callbacks = [self._first, *others, self]  # type: ignore[attr-defined]
 
     def _start_step(self, trainer: Trainer, *_: Any) -> None:
         """Save the step before if due, and set the step that loggers get.
@@ -88,6 +89,10 @@ class ResumeCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the handlers if there was no sanity check; set aside newer checkpoints; remove incomplete files."""
         self._signals.take()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.wait_count >= callback.patience:
+                log.warning("EarlyStopping by %s has ended this run: to go on, leave it out", callback.monitor)
+                trainer.should_stop = True
         if writes_files(trainer):
             _set_aside(_folder(trainer), trainer.fit_loop.total_batch_idx + 1)
             for unfinished in _folder(trainer).glob(".*.ckpt*.tmp"):
@@ -106,6 +111,12 @@ class ResumeCheckpoint(Checkpoint):
         """Remember the state at the end of the step's validation."""
         if self._step_end:
             self.on_train_batch_end(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save, if due, what the other callbacks have made of the epoch: a resumed run does not end it again."""
+        if self._step_end and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # or max_steps has ended it
+            self._step_end["loops"] = trainer.fit_loop.state_dict()
+        self._save_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step; with higher limits, the run can resume from there."""

@@ -113,6 +113,22 @@ def refuse_null(parser: ArgumentParser, config: Namespace, defaults: Namespace) 
         set_parsing_settings(unset_sentinel=False)
 
 
+def refuse_automatic(trainer: Namespace) -> None:
+    """Refuse Lightning's settings of an optimization that it would do itself.
+
+    Raises:
+        UserError: One is set.
+    """
+    clip, batches = trainer.get("gradient_clip_val"), trainer.get("accumulate_grad_batches", 1)
+    if clip:
+        raise UserError(f"model.max_grad_norm clips gradients; got trainer.gradient_clip_val {clip}; set that one")
+    if batches != 1:
+        raise UserError(
+            "an optimizer step takes all of a minibatch, whose memory model.micro_batch_tokens limits; got "
+            f"trainer.accumulate_grad_batches {batches}; raise data.batch_size, or lower model.minibatches"
+        )
+
+
 def listed(given: Any) -> list[Any]:
     """A list of callbacks or plugins, which Lightning also takes as a single object or None."""
     if given is None:

@@ -196,7 +196,19 @@ class ResumableDataModule(LightningDataModule, ABC):
         for row in self._train:
             digest.update(row.fingerprint().encode())
         self._digest = digest.hexdigest()
+        self._check_validation_interval()
         return drawn
+
+    def _check_validation_interval(self) -> None:
+        """Refuse a validation after more batches than an epoch has, before Lightning does with all loaded."""
+        if self.trainer is None or self.trainer.check_val_every_n_epoch is None:
+            return
+        interval, batches = self.trainer.val_check_interval, self.batches_per_epoch
+        if isinstance(interval, int) and interval > batches:
+            raise UserError(
+                f"trainer.val_check_interval counts batches of an epoch; got {interval} of {batches}; lower it, or set "
+                "trainer.check_val_every_n_epoch to null, which counts through all epochs"
+            )
 
     @property
     def batches_per_epoch(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -45,6 +46,8 @@ log = logging.getLogger(__name__)
 
 RATES = ("initial_lr", "weight_decay")
 """Optimizer settings that a resumed run takes from its configuration, not from the checkpoint."""
+MOMENTS = ("betas", "eps", "momentum", "alpha", "nesterov")
+"""The same, unless a schedule may have changed them."""
 
 
 class PolicyModule(LightningModule, ChecksFirst):
@@ -158,6 +161,10 @@ class PolicyModule(LightningModule, ChecksFirst):
         check_devices(trainer)
         if stage == "fit":
             require_planned_end(trainer)
+            if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+                raise UserError("checkpoints hold the policy's own weights alone; got WeightAveraging; leave it out")
+            if trainer.barebones:
+                raise UserError("training logs its metrics; got a Trainer with barebones=True; leave it out")
 
     def setup(self, stage: str) -> None:
         """Start a fit afresh, with a used trainer too; Lightning loads a checkpoint later."""
@@ -214,7 +221,8 @@ class PolicyModule(LightningModule, ChecksFirst):
             if built[name] != saved:
                 raise UserError(f"a resumed run keeps its {name}; got {built[name]} for {saved}; set that again")
         self._saved = built
-        self._rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
+        names = (*RATES, *MOMENTS) if isinstance(schedule, LambdaLR) else RATES
+        self._rates = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def optimizer_and_schedule(self) -> tuple[LightningOptimizer, LRScheduler]:
@@ -224,7 +232,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         return optimizer, schedule
 
     def on_train_start(self) -> None:
-        """Set the configuration's learning rate and weight decay, also in a resumed run."""
+        """Set the configuration's optimizer settings, also in a resumed run."""
         self._is_changed = True
         optimizer, schedule = self.optimizer_and_schedule()
         for index, (group, rates) in enumerate(zip(optimizer.param_groups, self._rates, strict=True)):
@@ -280,6 +288,11 @@ class PolicyModule(LightningModule, ChecksFirst):
         state = checkpoint.get(CHECKPOINT_KEY)
         if state is None:
             raise UserError("a checkpoint must be one of this trainer's; this one is not; name another with --resume")
+        if self.trainer.state.fn == TrainerFn.FITTING and "optimizer_states" not in checkpoint:
+            raise UserError(
+                "a run goes on from a checkpoint with its optimizer's state; this one has weights alone, by "
+                "save_weights_only; name another, or start a run from its export by model.policy.adapter"
+            )
         if self.trainer.state.fn == TrainerFn.FITTING and (kind := state["kind"]) != self.kind:
             raise UserError(
                 f"a run goes on as it began; the checkpoint is of {kind} and this is {self.kind}; export it, and start "
@@ -312,6 +325,12 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     def on_fit_end(self) -> None:
         """Write RUN/adapter or RUN/model, also if a resumed run had nothing left to train."""
+        if 0 < self.policy_version < self.planned_batches() and not self.trainer.should_stop:
+            log.warning(
+                "nothing was left to train: the checkpoint ends its epoch after %d batches, which a higher "
+                "trainer.limit_train_batches does not extend; raise trainer.max_epochs",
+                self.policy_version,
+            )
         if writes_files(self.trainer) and self.policy_version:
             path = Path(self.trainer.default_root_dir) / self.policy.trained.result
             with atomic_directory(path, replace=True) as folder:
