@@ -28,6 +28,7 @@ from qerl_pl.cli.model_card import gguf_line
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
 from qerl_pl.formats.quantize import in_format
+from qerl_pl.policy.adapter import read_adapter
 from qerl_pl.toy.tokenizer import CHAT_TEMPLATE, EOS
 from qerl_pl.types import PolicyWeights
 
@@ -130,6 +131,11 @@ def test_an_export_for_a_multimodal_model_names_it(
     assert "vllm serve BASE --enable-lora --lora-modules multimodal=multimodal" in (mine / "README.md").read_text()
     prefix = "base_model.model.model.language_model.layers."
     assert all(name.startswith(prefix) for name in load_file(mine / "adapter_model.safetensors"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "plain")]) == 0
+    read = [read_adapter(str(folder)) for folder in (mine, tmp_path / "plain")]
+    plain = read[1].tensors()
+    assert read[0].lora == read[1].lora and read[0].tensors().keys() == plain.keys()
+    assert all(torch.equal(tensor, plain[name]) for name, tensor in read[0].tensors().items())
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "two"), "--merge", "--multimodal", str(wrapped)]) == 2
     assert not (tmp_path / "two").exists()
 

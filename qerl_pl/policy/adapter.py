@@ -65,6 +65,7 @@ _PLAIN = {
 """Values that an adapter of the form scaling * B A has under PEFT's keys."""
 _OFF = (
     *("use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias", "alora_invocation_tokens"),
+    *("layer_replication", "use_bdlora"),
     "target_parameters",  # of experts, which are frozen here
 )
 """Keys of PEFT for other adapters."""
@@ -84,8 +85,9 @@ class SavedAdapter:
     """SHA-256 of the file of its weights."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights by PEFT's names, on the CPU."""
-        return load_file(self.folder / SAFETENSORS_WEIGHTS_NAME)
+        """The weights by PEFT's names for a model of text, on the CPU."""
+        stored = load_file(self.folder / SAFETENSORS_WEIGHTS_NAME)
+        return {_name_of_text(name): tensor for name, tensor in stored.items()}
 
     def spec(self, config: LoraConfig) -> LoraSpec:
         """The adapter's settings, with the dropout of `config`; UserError if that has another rank or alpha, say."""
@@ -116,6 +118,11 @@ def rename_to_multimodal(folder: Path, base: str) -> None:
     # A regular expression: suffixes are names of an image encoder's linears, too.
     saved |= {"base_model_name_or_path": base, "target_modules": rf".*\blanguage_model\.(.+\.)?({targets})"}
     settings.write_text(json.dumps(saved, indent=2) + "\n")
+
+
+def _name_of_text(name: str) -> str:
+    """What `rename_to_multimodal` has renamed, by its own name."""
+    return name.replace(".model.language_model.", ".model.", 1)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -154,12 +161,15 @@ def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | Non
     weights = folder / SAFETENSORS_WEIGHTS_NAME
     try:
         with safe_open(weights, "pt") as tensors:
-            names: list[str] = list(tensors.keys())
+            stored: list[str] = list(tensors.keys())
     except SafetensorError as error:
         raise UserError(
             f"an adapter's weights must be an intact safetensors file; {weights} is not ({error}); copy or export it "
             "again"
         ) from error
+    names = [*map(_name_of_text, stored)]
+    if names != stored:  # its targets are an expression for the stored names
+        saved["target_modules"] = None
     if others := [name for name in names if not (_FACTOR.search(name) or name.endswith("norm.weight"))]:
         raise UserError(
             f"a saved adapter may hold factors of linears and norm scales; {folder} has {others[0]}; "
