@@ -429,7 +429,7 @@ def test_an_engine_that_takes_turns_as_they_are_ready_waits_for_no_tool() -> Non
 # Long observations ----------------------------------------------------------------------------------------------------
 
 
-def test_a_long_observation_ends_its_dialogue_before_the_first_turn() -> None:
+def test_a_long_observation_ends_its_dialogue_before_the_first_turn(caplog: pytest.LogCaptureFixture) -> None:
     class Wordy(Game):
         def __init__(self, row: Mapping[str, Any]) -> None:
             self.game = WordyGame()
@@ -441,6 +441,8 @@ def test_a_long_observation_ends_its_dialogue_before_the_first_turn() -> None:
     jobs = [DialogueJob(prompt, 0) for prompt in PROMPTS]
     found = sampler_of(pool, workers=2).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
     said = ({"role": "assistant", "content": ""},)
+    assert caplog.text.count("3 of 7 dialogues ended before their first turn") == 1
+    assert "tokens, more than data.max_prompt_tokens, 200" in caplog.text
     ended = Completion((), (), "length", (), (1, 2), DialogueFacts(0, 0, 0, 0.0, said, 0.0))
     assert found[1::2] == [ended] * 3 and not any(
         "even" in engine.tokenizer.decode(r.prompt_ids) for r, _ in engine.log

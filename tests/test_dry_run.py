@@ -196,6 +196,26 @@ def test_a_model_without_a_config_is_refused(capsys: pytest.CaptureFixture[str],
     assert "a dry run reads the model's config.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--rollout.engine.init_args.kv_cache_gib 0.001", "cache must hold one sequence of 1280 tokens, at least 0.1"),
+        ("--model.minibatches 3", "minibatches must divide the completions"),
+        (
+            "--rollout.sampling.max_tokens 50000 --rollout.engine.init_args.kv_cache_gib 9",
+            "must fit the model's 40960 positions; got 50256",
+        ),
+    ],
+)
+def test_what_a_start_refuses_is_not_planned(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path, words: str, message: str
+) -> None:
+    settings = ["-c", "gsm8k", "--model.policy.path", str(qwen3_8b), "--rollout.sampling.max_tokens", "1024"]
+    assert main(["fit", "--dry-run", *settings, *words.split()]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and "in all" not in shown.out
+
+
 def test_a_small_card_needs_what_the_readme_says(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
     shown = re.search(
         r"NVFP4 .* 3B needs ([\d.]+) GiB, 7B ([\d.]+), 14B ([\d.]+)", (pages.ROOT / "README.md").read_text()

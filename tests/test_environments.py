@@ -133,7 +133,11 @@ class Dice:
 
 def by_row(row: Mapping[str, Any], highest: int = 5) -> Any:
     """An environment by the row's kind."""
+    ends = {"True": True, "1": 1, "numpy": numpy.bool_(True)}
+    if row["kind"] in ends:
+        return Finds(ends[row["kind"]])
     kinds = {"echo": Echo, "ends": EndsByItself, "dice": Dice, "untyped": NoHints, "fails": FailsToReset}
+    kinds["method"] = FindsByMethod
     return kinds[row["kind"]]() if row["kind"] in kinds else Guess(highest)
 
 
@@ -191,6 +195,51 @@ def test_a_tool_may_end_the_dialogue(rows: EnvironmentPool) -> None:
         session = rows.open({"kind": "ends", "secret": 2})
         assert [session.call("guess", {"number": number}).result().done for number in (1, 2)] == [False, True]
         assert session.reward().result() == 0.5
+        session.close()
+
+
+class Finds(Guess):
+    """Ends with the number, by a value that is true."""
+
+    def __init__(self, true: Any) -> None:
+        super().__init__()
+        self.true, self.dialogue_done = true, False
+
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: The guess.
+        """
+        self.guesses += 1
+        self.dialogue_done = self.true if number == self.secret else False
+        return "seen"
+
+    def get_reward(self) -> float:
+        return float(self.guesses)
+
+
+class FindsByMethod(Guess):
+    """Has a tool of that name."""
+
+    def dialogue_done(self) -> bool:
+        """Whether all is said."""
+        return True
+
+
+@pytest.mark.parametrize("kind", ["True", "1", "numpy", "method"])
+def test_after_a_call_that_ends_the_dialogue_no_other_is_made(rows: EnvironmentPool, kind: str) -> None:
+    for _ in range(2):  # also with a worker that has served a dialogue
+        session = rows.open({"kind": kind, "secret": 2})
+        answers = [session.call("guess", {"number": number}).result() for number in (1, 2, 3)]
+        if kind == "method":
+            assert [(answer.text, answer.done) for answer in answers] == [
+                ("higher", False), ("right", False), ("lower", False)
+            ]  # fmt: skip
+        else:
+            over = "Error: the dialogue is over: a call before this one ended it"
+            assert [answer.text for answer in answers] == ["seen", "seen", over] and session.reward().result() == 2.0
+            assert [answer.done for answer in answers[:2]] == [False, True]
         session.close()
 
 

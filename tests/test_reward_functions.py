@@ -18,7 +18,7 @@ import torch
 from cli_helpers import built
 
 from qerl_pl.errors import UserError
-from qerl_pl.rewards import Format, Reward, RewardFunction, RewardSample, as_rewards, score
+from qerl_pl.rewards import Format, Reward, RewardFunction, RewardSample, as_rewards, check_references, score
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,6 +122,31 @@ def test_a_column_that_the_data_lacks_is_one_line(asynchronous: bool) -> None:
     assert said in str(found.value) and "\n" not in str(found.value)
     with pytest.raises(UserError, match="needs level, and the data has no columns; "):
         score([RewardFunction(needs)], SAMPLES)
+
+
+def test_a_column_that_other_rows_of_the_data_have_is_none_here() -> None:
+    def unit(completions: list[str], unit: list[str | None]) -> list[float | None]:
+        return [None if one is None else 1.0 for one in unit]
+
+    reward = RewardFunction(unit)
+    reward.data_columns = {"unit": None, "level": None}
+    assert score([reward], SAMPLES).rewards["unit"].isnan().all()
+    assert score([reward], [*SAMPLES[:2], sample("2 m", columns={"unit": "m"})]).rewards["unit"][2] == 1.0
+    reward.data_columns = ["level"]
+    with pytest.raises(UserError, match="needs unit, and the data has level; "):
+        score([reward], SAMPLES)
+
+
+def test_a_function_that_takes_answers_is_refused_where_the_data_has_none() -> None:
+    def exact(completions: list[str], answer: list[str]) -> list[float]:
+        return []
+
+    reward, without = RewardFunction(exact), RewardFunction(lambda completions, answer=None: [], name="other")
+    with pytest.raises(UserError, match="takes answer needs reference answers; reward 'exact' does, .* by data.answer"):
+        check_references([without, reward], {"row-0": "", "row-1": ""})
+    check_references([reward, without], {"row-0": "", "row-1": "4"})
+    reward.data_columns = ["answer"]
+    check_references([reward], {"row-0": ""})
 
 
 def test_an_argument_with_a_default_needs_no_column() -> None:

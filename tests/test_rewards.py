@@ -14,6 +14,7 @@ from qerl_pl.rewards import (
     MathAnswer,
     OverlongPenalty,
     RewardSample,
+    check_references,
     extract_answers,
     normalize_answers,
     score,
@@ -198,6 +199,9 @@ def test_wrong_answers_are_normalized_by_rewards_that_do_so() -> None:
 def test_gsm8k_answer_refuses_other_references() -> None:
     with pytest.raises(UserError, match=r"got '\\\\pi'; use MathAnswer"):
         GSM8KAnswer()([answered("1", reference="\\pi")])
+    with pytest.raises(UserError, match="needs numbers as references; 2 of 3 are none, that of row b the first: '1/2'"):
+        check_references([GSM8KAnswer()], {"a": "1,000.5", "b": "1/2", "c": "5 apples"})
+    check_references([GSM8KAnswer()], {"a": "1,000.5", "b": "-3", "c": "$5"})
 
 
 # The weighted sum ----------------------------------------------------------------------------------------------------

@@ -153,6 +153,10 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "semicolons": ("a.csv", as_csv(";")),
     "semicolons of a spreadsheet": ("a.csv", as_csv(";", "utf-8-sig")),
     "commas": ("a.csv", as_csv(",")),
+    "a space in the header": (
+        "a.csv",
+        lambda file: file.write_text('question, answer\n"a, ""b""; c\td","ä\n2"\n数学,3\n', "utf-8"),
+    ),
     "marked JSONL": ("a.jsonl", as_json("utf-8-sig")),
     "marked JSON": ("a.json", as_json("utf-8-sig", lines=False)),
     "JSON lines named JSON": ("a.json", as_json()),

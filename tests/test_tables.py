@@ -12,6 +12,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pyarrow
 import pytest
 from cli_helpers import built
@@ -25,7 +26,7 @@ from transformers import AutoTokenizer
 from qerl_pl.chat.continuation import ChatContinuation
 from qerl_pl.chat.template import RENDERED_AT_ONCE, render_prompts
 from qerl_pl.cli.main import main
-from qerl_pl.datamodules import BigMathDataModule, TableConfig, TableDataModule
+from qerl_pl.datamodules import BigMathDataModule, Row, TableConfig, TableDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import row_digest
 from qerl_pl.toy.tokenizer import build_tokenizer
@@ -371,6 +372,15 @@ def test_messages_may_be_text(tmp_path: Path, name: str, kind: str, column: str)
     assert [{**turn} for turn in row.columns[column]] == (MESSAGES[:1] if name == "a message" else MESSAGES)
 
 
+@pytest.mark.parametrize("messages", [MESSAGES, MESSAGES[:1]])
+def test_messages_may_be_an_array_or_a_tuple(messages: list[dict[str, str]]) -> None:
+    array = numpy.empty(len(messages), dtype=object)
+    array[:] = messages
+    given: list[dict[str, Any]] = [{"prompt": one, "answer": "3"} for one in (messages, tuple(messages), array)]
+    assert len({TableDataModule([one]).train_rows()[0].messages == (MESSAGES[0],) for one in given}) == 1
+    assert [TableDataModule([one]).train_rows()[0].columns["prompt"] for one in given] == [messages] * 3
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -450,6 +460,34 @@ def test_an_environment_takes_no_rendered_text() -> None:
     with pytest.raises(UserError, match="got text that a chat template has rendered already, '<|bos|>"):
         continuation.prompt(BOS_TEXT, observation="3")
     assert continuation.prompt("How many?") == continuation.prompt([{"role": "user", "content": "How many?"}])
+
+
+def test_prompts_of_an_environment_have_the_instruction_of_others(tokenizer: str) -> None:
+    rows = [Row("a", "How many?"), Row("b", "Few?", messages=({"role": "user", "content": "Few?"},))]
+    data, loaded = (
+        TableDataModule([{"question": "How many?"}], instruction="Few."),
+        AutoTokenizer.from_pretrained(tokenizer),
+    )
+    prompts = [
+        [continuation.prompt(row.question if row.messages is None else row.messages) for row in rows]
+        for instruction in ("Few.", None)
+        for continuation in [ChatContinuation(loaded, [2], None, data.system_prompt, instruction)]
+    ]
+    assert prompts[0] == [prompt.token_ids for prompt in data._render(loaded, rows, "training")]
+    assert [one == other for one, other in zip(*prompts, strict=True)] == [False, True]
+
+
+def test_a_template_that_leaves_the_system_prompt_out_is_warned_of(
+    tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded, warned = AutoTokenizer.from_pretrained(tokenizer), []
+    template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    for chat_template, prompt in ((template, "Be brief."), (template, None), (loaded.chat_template, "Be brief.")):
+        loaded.chat_template = chat_template
+        caplog.clear()
+        TableDataModule([{"question": "1?"}], system_prompt=prompt)._warn_of_lost_system_prompt(loaded)
+        warned.append("leaves data.system_prompt out: ask by data.instruction, and set it to null" in caplog.text)
+    assert warned == [True, False, False]
 
 
 def test_token_ids_of_many_prompts_share_their_numbers(tokenizer: str) -> None:

@@ -72,6 +72,24 @@ def test_a_pattern_of_ones_own(pattern: str, text: str, expected: list[ToolCall 
     assert calls(pattern, text) == expected
 
 
+def test_arguments_that_a_tool_takes_as_text_stay_as_they_were_written() -> None:
+    tools = [
+        {
+            "function": {
+                "name": "look",
+                "parameters": {"properties": {"at": {"type": "string"}, "n": {"type": "integer"}}},
+            }
+        },
+        {"function": {"name": "wait"}},
+    ]
+    parse = tool_format_of(r"(?P<name>\w+) (?P<at>\S+) (?P<n>\d+)", "")
+    for text in ("2024", "1e3", "null", "[1]", "there"):
+        for name, at in (("look", text), ("wait", None), ("other", None)):
+            (call,) = parse(f"{name} {text} 7")
+            assert isinstance(call, ToolCall) and call.arguments["n"] == 7
+            assert call.for_schema(tools).arguments == (call.arguments if at is None else {"at": at, "n": 7})
+
+
 def test_auto_chooses_by_the_template() -> None:
     text = json.dumps({"name": "add", "arguments": {}})
     hermes = tool_format_of("auto", "... <tool_call> ...")

@@ -146,9 +146,12 @@ class RolloutCallback(Callback, SamplingCallback):
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse other modules and data modules, sizes that do not divide, and too long sequences."""
-        module, data = _module(trainer.lightning_module), _data(trainer)
+        self.check_sizes(_module(trainer.lightning_module), _data(trainer), trains=stage == "fit")
+
+    def check_sizes(self, module: QeRLModule, data: PromptDataModule, trains: bool) -> None:
+        """The part of `check_first` that needs no trainer."""
         positions = module.policy_config.positions()
-        if stage == "fit":
+        if trains:
             module.update.check_divides(data.batch_size * self.config.group_size)
             if self.config.resample_rounds and isinstance(module.objective, OnPolicyDistillation):
                 raise UserError(
@@ -174,6 +177,7 @@ class RolloutCallback(Callback, SamplingCallback):
             data.max_prompt_tokens,
             data.system_prompt,
             data.chat_template_kwargs,
+            data.instruction,
         )
         opening = self._pool.check()
         if opening is None:
@@ -191,6 +195,8 @@ class RolloutCallback(Callback, SamplingCallback):
         if stage == "fit":
             module.start_afresh()  # or the engine would share no weights with a policy that is still loaded
             self._expected_lengths = {}  # of an earlier fit
+        for function in functions_among(self.scorer.rewards):
+            function.data_columns = data.columns
         check_references(self.scorer.rewards, data.references)
         if self._launched:  # by a stage of which no end was told
             self.close()

@@ -31,6 +31,7 @@ class ChatContinuation:
         ends: Token ids that end a turn.
         template_kwargs: Variables of the template, such as `enable_thinking`.
         system_prompt: System message of chats without their own; None sends none.
+        instruction: Text behind chats that are a user's message, after a line break; None adds none.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class ChatContinuation:
         ends: Collection[int],
         template_kwargs: Mapping[str, Any] | None = None,
         system_prompt: str | None = None,
+        instruction: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.instruction = instruction
         self._parts = PartTokenizer(tokenizer)
         self.ends = frozenset(ends)
         self.template_kwargs = dict(template_kwargs or {})
@@ -68,6 +71,8 @@ class ChatContinuation:
                 "the prompts of an environment are rendered with its tools and observation; got text that a chat "
                 f"template has rendered already, {chat!r:.60}; give messages, or the user's text alone"
             )
+        if isinstance(chat, str) and self.instruction:
+            chat = f"{chat}\n{self.instruction}"
         messages: list[dict[str, Any]] = [*messages_of(chat, self.system_prompt)]
         texts = [] if observation is None else [observation]
         begin, end = self._marks(texts)

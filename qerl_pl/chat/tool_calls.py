@@ -3,8 +3,8 @@
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,15 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    written: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Text of arguments that were read as JSON and may be text."""
+
+    def for_schema(self, tools: Sequence[Mapping[str, Any]]) -> "ToolCall":
+        """The call with the written text of those arguments that the tool's JSON schema has as strings."""
+        functions = [tool["function"] for tool in tools if tool["function"]["name"] == self.name]
+        properties = functions[0].get("parameters", {}).get("properties", {}) if functions else {}
+        texts = {name: text for name, text in self.written.items() if properties.get(name, {}).get("type") == "string"}
+        return ToolCall(self.name, {**self.arguments, **texts})
 
 
 @dataclass(frozen=True)
@@ -114,19 +123,20 @@ def parse_pattern(pattern: re.Pattern[str], text: str) -> list[ToolCall | Malfor
     """Calls by a regular expression.
 
     The group `name` is the tool's name. A group `arguments` holds the arguments as a JSON object; any other named group
-    is the argument of its name, as JSON, or else as text.
+    is the argument of its name, as JSON, or else as text, which `ToolCall.for_schema` keeps where the tool takes text.
     """
     calls: list[ToolCall | MalformedCall] = []
     for match in itertools.chain.from_iterable(map(pattern.finditer, _answers_of(text))):
         groups = {name: value for name, value in match.groupdict().items() if value is not None}
-        arguments = {name: _value_of(value) for name, value in groups.items() if name not in _OTHER_GROUPS}
+        written = {name: value for name, value in groups.items() if name not in _OTHER_GROUPS}
+        arguments = {name: _value_of(value) for name, value in written.items()}
         if "arguments" in groups:
             given = _decoded(groups["arguments"])
             if not isinstance(given, dict):
                 calls.append(_malformed(groups["arguments"]))
                 continue
             arguments = {**given, **arguments}
-        calls.append(ToolCall(groups.get("name", ""), arguments))
+        calls.append(ToolCall(groups.get("name", ""), arguments, written))
     return calls
 
 

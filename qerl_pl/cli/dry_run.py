@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
 from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.folder import TensorFiles
-from qerl_pl.models.memory import GIB, kv_cache_size, optimizer_bytes
+from qerl_pl.models.memory import GIB, check_length, kv_cache_size, optimizer_bytes
 from qerl_pl.models.memory_plan import (
     LARGE_GPU_GIB,
     PREFILL_TOKENS,
@@ -212,6 +213,8 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
     marlin = engine.linear_backend == "marlin" if plan.quantization in BITS else not plan.shape.experts
     quantized = linear_backend(named_format(plan.quantization), engine.linear_backend) is not None
     cache = kv_cache_size(engine.kv_cache_gib, engine.gpu_memory_utilization, torch.device("cuda"))
+    least_bytes = partial(plan.shape.sequence_kv_bytes, dtype=plan.kv_dtype or plan.batch.dtype)
+    check_length(engine.max_model_len or longest, longest, cache, least_bytes)
     return replace(
         plan,
         shares_weights=engine.share_weights and marlin,

@@ -31,6 +31,7 @@ from qerl_pl.cli.config_checks import (
     listed,
     module_class,
     named_module,
+    refuse_automatic,
     refuse_null,
 )
 from qerl_pl.cli.configs import ConfigFile
@@ -186,6 +187,8 @@ class QeRLCLI(LightningCLI):
         config = self.config[command]
         defaults = self._parser(command).get_defaults()
         refuse_null(parser, self.config, defaults)
+        if command == "fit":
+            refuse_automatic(config.trainer)
         if named_module(config.model.get("class_path")) is not self._module:
             raise UserError(
                 "model.class_path is read before other keys; it stands in a pipe, or in no file that -c names; "
@@ -220,7 +223,10 @@ class QeRLCLI(LightningCLI):
             rollouts = [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
             if not rollouts and self._has_rollouts:
                 rollouts = [RolloutCallback(**settings.rollout)]
-            raise DryRun(describe(settings.model, settings.data, rollouts[0] if rollouts else None))
+            plan = describe(settings.model, settings.data, rollouts[0] if rollouts else None)
+            if rollouts:
+                rollouts[0].check_sizes(settings.model, settings.data, self.config["subcommand"] == "fit")
+            raise DryRun(plan)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The trainer with atomic checkpoints, and TensorBoard in the run's folder unless the YAML names a logger."""

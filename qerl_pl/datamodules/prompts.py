@@ -1,5 +1,6 @@
 """Data modules of prompts: their base class, which renders, splits and batches the rows."""
 
+import itertools
 import logging
 import random
 import re
@@ -10,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
-from qerl_pl.chat.template import Chat, TemplateFrame, render_prompts
+from qerl_pl.chat.template import Chat, TemplateFrame, render_prompts, template_texts
 from qerl_pl.datamodules.base import ResumableDataModule
 from qerl_pl.datamodules.tables import Row, TableConfig, checked_rows, warn_of_repeats
 from qerl_pl.errors import UserError, require_at_least
@@ -105,6 +106,7 @@ class PromptDataModule(ResumableDataModule):
         val_count = self.val_count(len(rows)) if rows and held_out is None else 0
         self._check_settings(stage, len(rows) or None, val_count)
         tokenizer = self._load_tokenizer()
+        self._warn_of_lost_system_prompt(tokenizer)
         if self.trainer is not None:
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, SamplingCallback):
@@ -145,6 +147,12 @@ class PromptDataModule(ResumableDataModule):
     def test_names(self) -> tuple[str, ...]:
         """Name of each loader's test set; "" for a single set."""
         return tuple(self._test)
+
+    @property
+    def columns(self) -> Collection[str]:
+        """Names of the columns that any prompt has."""
+        prompts = itertools.chain(self._train, *self._val.values(), *self._test.values())
+        return dict.fromkeys(name for prompt in prompts for name in prompt.columns)
 
     @property
     def references(self) -> dict[str, str]:
@@ -222,6 +230,18 @@ class PromptDataModule(ResumableDataModule):
             for row, ids in zip(rows, token_ids, strict=True)
         ]
         return self._short(prompts, "max_prompt_tokens", use)
+
+    def _warn_of_lost_system_prompt(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Log a warning if the chat template leaves system messages out."""
+        if not self.system_prompt:
+            return
+        mark = "qerl-probe"
+        chat = [{"role": "system", "content": mark}, {"role": "user", "content": "Go on."}]
+        if mark not in template_texts(tokenizer, [chat], self.chat_template_kwargs)[0]:
+            log.warning(
+                "the chat template of %s leaves data.system_prompt out: ask by data.instruction, and set it to null",
+                tokenizer.name_or_path or "the policy",
+            )
 
     @staticmethod
     def _tell_of_control_tokens(frame: TemplateFrame, rows: Sequence[Row], use: str) -> None:

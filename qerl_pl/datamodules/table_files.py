@@ -98,6 +98,7 @@ def _read_csv(text: str, file: Path) -> Sequence[Mapping[str, Any]]:
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     rows = []
     try:
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         for row in reader:
             if None in row or None in row.values():
                 raise UserError(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
+
 from qerl_pl.datamodules.table_files import SUFFIXES, first_line, read_file, read_hub, split_files
 from qerl_pl.errors import UserError, require_at_least
 
@@ -101,7 +103,17 @@ def read_table(
         if not isinstance(row, Mapping):
             of = f" of {source}" if isinstance(path, str) else ""
             raise UserError(f"rows are dictionaries of columns; row {number}{of} is {row!r:.60}; write one")
-    return list(rows)
+    return [_with_lists(row) for row in rows]
+
+
+def _with_lists(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with lists, as of a file, for arrays, as which pandas holds messages, and tuples."""
+    lists = {
+        name: list(value)
+        for name, value in row.items()
+        if isinstance(value, tuple) or (isinstance(value, numpy.ndarray) and value.ndim)
+    }
+    return {**row, **lists} if lists else row
 
 
 def _check_columns(rows: Sequence[Mapping[str, Any]], source: str, columns: Collection[str]) -> None:

@@ -82,8 +82,9 @@ class Worker:
     def _make(self, *row: Mapping[str, Any]) -> dict[str, Any]:
         self.environment = self._result(self.factory(*row))
         flag = inspect.getattr_static(self.environment, "dialogue_done", False)
-        self.always_done = flag is True
-        self.clears_done = not (self.always_done or isinstance(flag, property))
+        is_value = not (callable(flag) or isinstance(flag, property))
+        self.always_done = is_value and bool(flag)
+        self.clears_done = is_value and not self.always_done
         try:
             self.methods = methods_of(self.environment)
         except UserError as error:
@@ -112,6 +113,7 @@ class Worker:
             return {"error": str(error), "refused": True}
         if self.clears_done and self._done():  # left by the dialogue before
             self.environment.dialogue_done = False
+        self.over = False
         observation = self._result(self.methods.reset(**arguments))
         if observation is not None and not isinstance(observation, str):
             got = f"it returned a value of type {type(observation).__name__}"
@@ -124,7 +126,9 @@ class Worker:
         }
 
     def answer_call(self, name: str, encoded: str) -> dict[str, Any]:
-        """Call a tool."""
+        """Call a tool, unless a call of the same turn has ended the dialogue."""
+        if self.over:
+            raise _Refused("the dialogue is over: a call before this one ended it")
         tool = self.methods.tools.get(name)
         if tool is None:
             offered = ", ".join(self.methods.tools) or "none"
@@ -134,7 +138,9 @@ class Worker:
             inspect.signature(tool).bind(**arguments)
         except TypeError as error:
             raise _Refused(f"wrong arguments: {error}; call {name}{inspect.signature(tool)}") from error
-        return self._text(self._result(tool(**arguments)))
+        reply = self._text(self._result(tool(**arguments)))
+        self.over = reply["done"]
+        return reply
 
     def answer_step(self, text: str) -> dict[str, Any]:
         """Give the policy's text to the environment."""
@@ -169,7 +175,8 @@ class Worker:
         return {}
 
     def _done(self) -> bool:
-        return getattr(self.environment, "dialogue_done", False) is True
+        done = getattr(self.environment, "dialogue_done", False)
+        return not callable(done) and bool(done)
 
     def _text(self, value: Any) -> dict[str, Any]:
         """An answer as text: JSON unless it is a string, cut at the limit."""

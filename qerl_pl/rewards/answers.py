@@ -235,8 +235,14 @@ class GSM8KAnswer(Reward):
         return [self._value(sample) for sample in samples]
 
     def check_references(self, references: Mapping[str, str]) -> None:
-        """Refuse empty references."""
+        """Refuse references that are no numbers."""
         refuse_empty_references(self, references)
+        others = [row for row, reference in references.items() if parse_number(reference) is None]
+        if others:
+            raise UserError(
+                f"GSM8KAnswer needs numbers as references; {len(others)} of {len(references)} are none, that of row "
+                f"{others[0]} the first: {references[others[0]]!r:.60}; correct them, or use MathAnswer"
+            )
 
     def extract_answer(self, completion: str) -> str | None:
         """The number of the answer, normalized: 1234.5 for "$1,234.50."; None if there is none."""

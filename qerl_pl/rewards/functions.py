@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,6 +63,8 @@ class RewardFunction(Reward):
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         self._needs = [p.name for p in named if p.default is p.empty]
         self.trainer_state = TrainerState()
+        self.data_columns: Collection[str] = ()
+        """Of all rows; a column that a batch lacks is None there."""
         self.logged_columns: dict[str, list[Any]] = {}
         """Of the last call."""
         self.logged_metrics: dict[str, list[float]] = {}
@@ -72,13 +74,14 @@ class RewardFunction(Reward):
     def __call__(self, samples: Sequence[RewardSample]) -> Any:
         self.logged_columns, self.logged_metrics = {}, {}
         arguments: dict[str, Any] = {
+            **{name: [None] * len(samples) for name in self.data_columns},
             **trl_arguments(samples),
             "trainer_state": self.trainer_state,
             "log_extra": partial(self._log_extra, len(samples)),
             "log_metric": self._log_metric,
         }
         if samples and (missing := [name for name in self._needs if name not in arguments]):
-            columns = dict.fromkeys(name for sample in samples for name in sample.columns)
+            columns = dict.fromkeys([*self.data_columns, *(name for sample in samples for name in sample.columns)])
             raise UserError(
                 "a reward function takes prompts, completions, completion_ids, answer, solution, trainer_state, "
                 f"log_extra, log_metric and the columns of the data; reward {self.name!r} also needs "
@@ -88,6 +91,15 @@ class RewardFunction(Reward):
         if self._takes is not None:
             arguments = {name: values for name, values in arguments.items() if name in self._takes}
         return self.function(**arguments)
+
+    def check_references(self, references: Mapping[str, str]) -> None:
+        """Refuse data without any reference if the function takes them."""
+        taken = [name for name in ("answer", "solution") if name in self._needs and name not in self.data_columns]
+        if taken and not any(references.values()):
+            raise UserError(
+                f"a reward function that takes {taken[0]} needs reference answers; reward {self.name!r} does, and the "
+                "data has none; name their column by data.answer, or give the argument a default"
+            )
 
     def _log_extra(self, size: int, column: str, values: Sequence[Any]) -> None:
         """Log a value for each of `size` completions."""

@@ -100,7 +100,10 @@ class Dialogue:
             return []
         if self.opening.steps:
             return [text]
-        calls = [] if self._parse is None else self._parse(text)
+        calls = [
+            call.for_schema(self.opening.tools) if isinstance(call, ToolCall) else call
+            for call in ([] if self._parse is None else self._parse(text))
+        ]
         named = [call for call in calls if isinstance(call, ToolCall)]
         if named:
             message["tool_calls"] = [

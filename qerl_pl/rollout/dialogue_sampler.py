@@ -96,6 +96,7 @@ class DialogueSampler:
         max_prompt_tokens: Most tokens of a prompt, tools and observation included; a longer one ends its dialogue.
         system_prompt: System message of prompts without their own.
         template_kwargs: Variables of the chat template.
+        instruction: Text behind prompts that are no conversations.
 
     Raises:
         UserError: The tool format is unknown, or the chat template can go on neither after a tool nor after a user.
@@ -110,14 +111,17 @@ class DialogueSampler:
         max_prompt_tokens: int,
         system_prompt: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        instruction: str | None = None,
     ) -> None:
         self.config = config
         self.environments = environments
         self.max_prompt_tokens = max_prompt_tokens
-        self.continuation = ChatContinuation(tokenizer, ends, template_kwargs, system_prompt)
+        self.continuation = ChatContinuation(tokenizer, ends, template_kwargs, system_prompt, instruction)
         self._checked: set[str] = set()
         self._parse: ToolFormat | None = None
         self._failing: set[str] = set()
+        self._too_long: list[int] = []
+        """Tokens of the prompts that were too long, until a warning has told of them."""
 
     def sample(
         self, engine: RolloutEngine, jobs: Sequence[DialogueJob], sampling: SamplingConfig, *stream: int | str
@@ -139,6 +143,7 @@ class DialogueSampler:
         with _Running(self, jobs, sampling, stream) as running:
             generate_from(engine, running, sampling)
             self._warn_of_failing_tools(running.answers)
+            self._warn_of_long_prompts(len(jobs))
             return running.completions()
 
     def start(
@@ -163,8 +168,22 @@ class DialogueSampler:
         shown = prompt.token_ids if too_long else ids  # rows have at most max_prompt_tokens
         dialogue = Dialogue(shown, opening, self.continuation, parse, limits, lambda turn: stream_seed(*name, turn))
         if too_long:
+            self._too_long.append(len(ids))
             dialogue.end_before_first_turn()
         return dialogue
+
+    def _warn_of_long_prompts(self, dialogues: int) -> None:
+        """Log a warning about dialogues that a long prompt ended."""
+        if self._too_long:
+            log.warning(
+                "%d of %d dialogues ended before their first turn: with tools and observation their prompts have up to "
+                "%d tokens, more than data.max_prompt_tokens, %d",
+                len(self._too_long),
+                dialogues,
+                max(self._too_long),
+                self.max_prompt_tokens,
+            )
+        self._too_long = []
 
     def _warn_of_failing_tools(self, answers: Mapping[str, Sequence[ToolAnswer]]) -> None:
         """Log a warning, once for each, about tools of which every call raised."""
