@@ -5,9 +5,12 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -21,9 +24,11 @@ from qerl_pl.datamodules import (
     PromptDataModule,
     TableDataModule,
 )
+from qerl_pl.datamodules.conversations import Conversation
 from qerl_pl.datamodules.datasets import level_of
 from qerl_pl.datamodules.tables import Row, TableConfig, read_table
 from qerl_pl.errors import UserError
+from qerl_pl.modules import PolicyConfig
 from qerl_pl.toy.task import ArithmeticTask, split_of
 from qerl_pl.toy.tokenizer import build_tokenizer
 from qerl_pl.types import Prompt
@@ -450,3 +455,17 @@ def test_templates_that_are_none_or_refuse_a_system_message(gsm8k: Path, tmp_pat
         with pytest.raises(UserError, match=message):
             GSM8KDataModule(str(gsm8k), tokenizer=tokenizer, batch_size=2, val_size=1).setup("fit")
     GSM8KDataModule(str(gsm8k), tokenizer=strict, system_prompt=None, batch_size=2, val_size=1).setup("fit")
+
+
+@pytest.mark.parametrize("highest", [99, 100])
+def test_tokens_without_an_embedding_are_refused(tiny_policy_dir: Path, highest: int) -> None:
+    data = ArithmeticDataModule(train_size=8, batch_size=2, val_size=0)
+    policy = SimpleNamespace(vocabulary=lambda: 100)
+    data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(policy_config=policy))  # type: ignore[assignment]
+    rows = [Prompt("a", (1, 2), "", ""), Conversation("b", torch.tensor([3, highest]), torch.tensor([False, True]))]
+    message = "an embedding of each token; b of training has token 100 of 100; resize the embeddings to the tokenizer"
+    with pytest.raises(UserError, match=message) if highest == 100 else nullcontext():
+        data._check_tokens(rows, "training")
+    vocabulary = json.loads((tiny_policy_dir / "config.json").read_text())["vocab_size"]
+    assert PolicyConfig(path=str(tiny_policy_dir)).vocabulary() == vocabulary
+    assert PolicyConfig().vocabulary() == len(build_tokenizer())

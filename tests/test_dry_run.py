@@ -119,6 +119,23 @@ def test_merged_copies_are_counted_where_a_decode_step_takes_them(
     assert [n for n, table in tables.items() if "engine: merged copies" in table] == sequences
 
 
+def test_in_16_bits_what_has_no_adapter_needs_no_merged_copy(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path
+) -> None:
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b), "--rollout.engine.adapter=merged"]
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    found = {}
+    for quantization in ("none", "nvfp4"):
+        for targets in (("q_proj",), every):
+            settings = [
+                f"--model.policy.quantization={quantization}",
+                f"--model.policy.lora.targets=[{','.join(targets)}]",
+            ]
+            found[quantization, len(targets)] = float(run(capsys, *words, *settings)["engine: merged copies"][0])
+    whole = found["nvfp4", 7]
+    assert found == {("none", 1): 1.69, ("none", 7): whole, ("nvfp4", 1): whole, ("nvfp4", 7): whole}  # q, k and v
+
+
 def test_a_forward_pass_of_the_engine_is_as_large_as_it_is_set(
     capsys: pytest.CaptureFixture[str], qwen3_8b: Path
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -165,6 +166,26 @@ def exported(
     elsewhere.mkdir()
     moved = [(folder / name).rename(elsewhere / name) for name in ("mine", "merged")]
     return moved[0], moved[1], capsys.readouterr().out
+
+
+def test_a_run_is_exported_from_anywhere_and_after_its_base_has_moved(
+    tmp_path: Path, tiny_policy_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_policy_dir, tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    mine, *_ = exported(Path("base"), tmp_path, capsys, "none")
+    monkeypatch.chdir("/")
+    words = ["export", str(tmp_path / "run")]
+    assert main([*words, str(tmp_path / "here")]) == 0
+    (tmp_path / "base").rename(tmp_path / "moved")
+    assert main([*words, str(tmp_path / "there")]) == 2
+    assert "a base that has been moved is named by --base" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "there"), "--base", str(tmp_path / "moved")]) == 0
+    weights = [
+        load_file(folder / "adapter_model.safetensors") for folder in (mine, tmp_path / "here", tmp_path / "there")
+    ]
+    assert all(torch.equal(tensor, one[name]) for one in weights[1:] for name, tensor in weights[0].items())
+    assert f"vllm serve {tmp_path / 'moved'} " in capsys.readouterr().out
 
 
 SERVED = """

@@ -100,7 +100,12 @@ def take_adapter(policy: Any, command: str, resume: object) -> None:
 
 
 def export(
-    run: Path, dst: Path, merge: bool = False, checkpoint: Path | None = None, multimodal: str | None = None
+    run: Path,
+    dst: Path,
+    merge: bool = False,
+    checkpoint: Path | None = None,
+    multimodal: str | None = None,
+    base: Path | None = None,
 ) -> None:
     """Write the adapter or model of a run, finished or not, with its tokenizer and a model card.
 
@@ -112,27 +117,32 @@ def export(
         checkpoint: Which checkpoint; by default the newest complete one.
         multimodal: Folder or hub name of the model of text and images that the base is the text model of, to serve the
             adapter on it: vLLM silently ignores an adapter whose names are not those of the model that it serves.
+        base: Folder of the run's base model, if it has been moved.
     """
     require_absent(dst)
     path = checkpoint or newest_checkpoint(run) or max(run.rglob("*.ckpt"), key=finished_rollouts, default=None)
     if path is None:
         raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
     state = load_saved(path)[CHECKPOINT_KEY]
-    config = _built(state["policy"])
+    config = _built(state["policy"] if base is None else state["policy"] | {"path": str(base)})
     if state["lora"] is not None:  # what the run started from may be gone
         trains_norms = config.train_norms or any(".lora_" not in name for name in state["trained"])
         config = replace(config, adapter=None, lora=LoraConfig(**state["lora"]), train_norms=trains_norms)
-    base = config.base_folder()
+    try:
+        source = config.base_folder()
+    except UserError as error:
+        error.add_note("a base that has been moved is named by --base")
+        raise
     if multimodal is not None:
-        _check_multimodal(multimodal, base, merge or config.lora_spec is None)
-    check_fits(state, base=folder_fingerprint(base), finetune=config.finetune, scaling=config.scaling)
-    policy = Policy(base, config, torch.device("cpu"), seed=0)
+        _check_multimodal(multimodal, source, merge or config.lora_spec is None)
+    check_fits(state, base=folder_fingerprint(source), finetune=config.finetune, scaling=config.scaling)
+    policy = Policy(source, config, torch.device("cpu"), seed=0)
     policy.load_trained_state(state["trained"])
     steps, kind = state["policy_version"], state["kind"]
-    merged = _Merged(policy.weights(version=0), base) if merge and not policy.full_finetuning else None
+    merged = _Merged(policy.weights(version=0), source) if merge and not policy.full_finetuning else None
     with atomic_directory(dst) as folder:
         if merged is not None:
-            fill_dense_folder(base, folder, torch.bfloat16, merged)
+            fill_dense_folder(source, folder, torch.bfloat16, merged)
             mark_trained(folder)
         else:
             policy.save(folder)
@@ -141,7 +151,7 @@ def export(
         write_model_card(folder, run, _run_config(run), policy, merge, steps, kind, dst.name, multimodal)
     what = "the complete model" if merge or policy.full_finetuning else f"the adapter of {config.base_name}"
     print(f"wrote {what} to {dst}; after {steps} {STEP[kind]}, from {path}")
-    own = config.path if config.quantization == "none" and config.path is not None else str(base)
+    own = config.path if config.quantization == "none" and config.path is not None else str(source)
     print(f"serve it: {serving_line(config, merge, multimodal or own, str(dst), multimodal is not None)}")
     if config.path is not None and (merge or policy.full_finetuning):  # no other program knows the toy's tokenizer
         print(f"as GGUF: {gguf_line(str(dst))}")

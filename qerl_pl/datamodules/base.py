@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
+import numpy
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
@@ -179,7 +180,21 @@ class ResumableDataModule(LightningDataModule, ABC):
                 f"{min(len(row.token_ids) for row in rows)}; raise it, or choose other rows."
             )
         log.info(f"{len(short)} {use} {kind}; {len(rows) - len(short)} longer than {limit}={most} dropped")
+        self._check_tokens(short, use)
         return short
+
+    def _check_tokens(self, rows: Sequence[Any], use: str) -> None:
+        """Refuse tokens that the policy has no embedding of, such as those that were added to the tokenizer alone."""
+        policy = getattr(self.trainer and self.trainer.lightning_module, "policy_config", None)
+        if policy is None:
+            return
+        known = policy.vocabulary()
+        for row in rows:
+            if (highest := numpy.asarray(row.token_ids).max()) >= known:
+                raise UserError(
+                    f"a model has an embedding of each token; {row.id} of {use} has token {highest} of {known}; resize "
+                    "the embeddings to the tokenizer, or leave the token out"
+                )
 
     def _draw(self, rows: Sequence[Any], count: int) -> list[Any]:
         """Rows to validate on, drawn by seed and id so that another token limit changes few of them."""

@@ -304,7 +304,8 @@ def run_memory(plan: RunPlan) -> RunMemory:
     kv = {"keys and values": plan.kv_cache_gib * GIB} if plan.engine else {}
     if plan.merges and batch.rank:
         mlp = 3 * shape.layers * shape.hidden * shape.shared_size if shape.experts else shape.mlp_weights
-        kv["engine: merged copies"] = float(size * (shape.attention_weights + mlp))
+        merged = shape.merged_weights(plan.targets) if plan.quantization == "none" else shape.attention_weights + mlp
+        kv["engine: merged copies"] = float(size * merged)
     buffers = {"engine: buffers, CUDA graphs": (ENGINE_BUFFERS_GIB + CUDA_GRAPHS_GIB) * GIB} if plan.engine else {}
     prefill = {"engine: prefill and logits": _prefill(plan)} if plan.engine else {}
     rollout = {**held, **kv, **prefill, **buffers, **cuda}  # the gradients are freed before it

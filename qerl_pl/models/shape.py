@@ -1,6 +1,6 @@
 """Sizes of a model, of its weights and of its keys and values, from config.json alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -271,15 +271,21 @@ class Shape:
 
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
-        total = 0
+        return sum(rank * count * (rows + columns) for count, rows, columns in self._fused(targets))
+
+    def merged_weights(self, targets: Sequence[str]) -> int:
+        """Weights of the fused projections that an adapter changes."""
+        return sum(rows * columns for count, rows, columns in self._fused(targets) if count)
+
+    def _fused(self, targets: Sequence[str]) -> Iterator[tuple[int, int, int]]:
+        """Of each fused projection the number of adapted parts, its rows and its columns."""
         groups = [PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]]
         groups += [] if self.delta is None else [DELTA_NET[:2], DELTA_NET[2:4], DELTA_NET[4:]]
         for index, names in enumerate(self._adapted(targets)):
             linears = self.of_layer(index).linears
             for group in groups:
                 rows = sum(linears.get(name, linears["k_proj"])[0] for name in group)  # the engine has keys as v, too
-                total += rank * len(names.intersection(group)) * (rows + linears[group[0]][1])
-        return total
+                yield len(names.intersection(group)), rows, linears[group[0]][1]
 
     def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[str], ...]:
         if self.shared_size:  # its linears stand for the MLP's

@@ -273,7 +273,8 @@ class PolicyModule(LightningModule, ChecksFirst):
             "steps_per_batch": self.steps_per_batch,
             "base": self.base_identity,
             "finetune": self.policy_config.finetune,
-            "policy": asdict(self.policy_config),
+            # A relative path would be of this working directory.
+            "policy": asdict(self.policy_config) | {"path": self.policy_config.path and self.policy_config.base_name},
             "scaling": self.policy_config.scaling,
             "lora": None if self.policy_config.lora_spec is None else asdict(self.policy_config.lora_spec),
             "start": self.start_identity,

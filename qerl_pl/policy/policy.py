@@ -23,7 +23,7 @@ from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
 from qerl_pl.models.families import PROJECTIONS, find_family, logit_cap
-from qerl_pl.models.folder import load_tokenizer, longest_sequence, read_config
+from qerl_pl.models.folder import load_config, load_tokenizer, longest_sequence, read_config
 from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
 from qerl_pl.policy.adapter import SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
@@ -32,6 +32,7 @@ from qerl_pl.policy.lora import LoraConfig, LoraSpec, check_targets
 from qerl_pl.policy.packed_layers import PackedAttention
 from qerl_pl.policy.packing import Packing
 from qerl_pl.toy.policy import POSITIONS, ToyConfig, build_toy_policy
+from qerl_pl.toy.tokenizer import VOCABULARY
 from qerl_pl.types import PolicyWeights, TeacherStates
 
 if TYPE_CHECKING:
@@ -161,6 +162,10 @@ class PolicyConfig:
         if self.path is None:
             return POSITIONS
         return longest_sequence(read_config(local_folder(self.path)))
+
+    def vocabulary(self) -> int:
+        """Number of token ids that the base model has an embedding of."""
+        return VOCABULARY if self.path is None else int(load_config(local_folder(self.path)).vocab_size)
 
     def source_folder(self) -> Path:
         """Local folder of the model as it is stored; the toy policy's training and downloads are cached."""
