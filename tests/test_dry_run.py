@@ -119,6 +119,18 @@ def test_merged_copies_are_counted_where_a_decode_step_takes_them(
     assert [n for n, table in tables.items() if "engine: merged copies" in table] == sequences
 
 
+def test_a_format_that_is_derived_from_nvfp4_is_planned_as_that(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planned_formats.py").write_text(
+        "from qerl_pl.formats.fp4 import NVFP4Format\n\nclass Mine(NVFP4Format):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    words = ["-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]
+    tables = [run(capsys, *words, f"--model.policy.quantization={one}") for one in ("planned_formats.Mine", "nvfp4")]
+    assert tables[0] == tables[1]
+
+
 def test_in_16_bits_what_has_no_adapter_needs_no_merged_copy(
     capsys: pytest.CaptureFixture[str], qwen3_8b: Path
 ) -> None:

@@ -17,9 +17,10 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.engines.vllm.merged import merged_above
 from qerl_pl.engines.vllm.startup import linear_backend
 from qerl_pl.errors import UserError
-from qerl_pl.formats.base import named_format
+from qerl_pl.formats.base import FORMATS, named_format
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
+from qerl_pl.formats.fp4 import PackedFormat
 from qerl_pl.formats.quantize import check_quantization, config_in_reach
 from qerl_pl.models.families import PROJECTIONS
 from qerl_pl.models.folder import TensorFiles
@@ -181,7 +182,7 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
         shape,
         _saved_by(batch, _candidates(policy, shape)[-1]),
         -(-step_tokens // tokens),
-        policy.quantization,
+        _stored_as(policy.quantization),
         PROJECTIONS if lora is None else lora.targets,
         optimizer_bytes(model.make_optimizer, CPU),
         _step_bytes(model),
@@ -195,6 +196,14 @@ def plan_of(model: PolicyModule, data: LightningDataModule, rollout: RolloutCall
     if isinstance(engine, VLLMEngine) and not engine.caches_prefixes(shape.delta is not None):
         tokens *= rollout.config.group_size
     return _with_engine(plan, engine, rollout.longest(data), tokens), prompt
+
+
+def _stored_as(quantization: str) -> str:
+    """The format's name; of a user's that is derived from a packed one that one's."""
+    own = named_format(quantization)
+    return next(
+        (one.name for one in FORMATS if isinstance(one, PackedFormat) and isinstance(own, type(one))), quantization
+    )
 
 
 def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: int) -> RunPlan:
