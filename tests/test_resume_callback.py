@@ -439,10 +439,10 @@ class Marked(Tiny):
 class Marks:
     """A run of epochs that are validated at their end, with what follows their accuracy."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patience: int = 2) -> None:
         kind, settings, _ = CALLBACKS["best"]
         self.folder = folder
-        self.stop = EarlyStopping(ACCURACY, mode="max", patience=2)
+        self.stop = EarlyStopping(ACCURACY, mode="max", patience=patience)
         best = kind(dirpath=folder / "checkpoints", **settings or {})
         given = {"max_epochs": 6, "limit_val_batches": 1}
         self.trainer = trainer_of(folder, self.stop, ResumeCheckpoint(3, 99), best, **given)
@@ -495,6 +495,12 @@ def test_a_run_that_early_stopping_has_ended_only_ends_again(tmp_path: Path, cap
     on = Marks(tmp_path)
     on.trainer.callbacks.remove(on.stop)  # type: ignore[attr-defined]
     assert on.fit(resume="step=30.ckpt") == EPOCH
+
+
+def test_a_run_without_patience_begins_and_ends_with_the_first_epoch_that_is_no_better(tmp_path: Path) -> None:
+    assert Marks(tmp_path, patience=0).fit() == EPOCH * 4
+    assert Marks(tmp_path, patience=0).fit(resume="step=18.ckpt") == EPOCH
+    assert Marks(tmp_path, patience=0).fit(resume="step=24.ckpt") == []
 
 
 def test_a_run_in_a_thread_saves_without_handling_signals(tmp_path: Path) -> None:

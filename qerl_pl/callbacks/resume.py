@@ -90,7 +90,7 @@ class ResumeCheckpoint(Checkpoint):
         """Install the handlers if there was no sanity check; set aside newer checkpoints; remove incomplete files."""
         self._signals.take()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.wait_count >= callback.patience:
+            if isinstance(callback, EarlyStopping) and callback.wait_count >= max(callback.patience, 1):
                 log.warning("EarlyStopping by %s has ended this run: to go on, leave it out", callback.monitor)
                 trainer.should_stop = True
         if writes_files(trainer):

@@ -165,7 +165,9 @@ class PolicyConfig:
 
     def vocabulary(self) -> int:
         """Number of token ids that the base model has an embedding of."""
-        return VOCABULARY if self.path is None else int(load_config(local_folder(self.path)).vocab_size)
+        return (
+            VOCABULARY if self.path is None else int(load_config(local_folder(self.path)).get_text_config().vocab_size)
+        )
 
     def source_folder(self) -> Path:
         """Local folder of the model as it is stored; the toy policy's training and downloads are cached."""
