@@ -503,6 +503,19 @@ def test_a_run_without_patience_begins_and_ends_with_the_first_epoch_that_is_no_
     assert Marks(tmp_path, patience=0).fit(resume="step=24.ckpt") == []
 
 
+@pytest.mark.parametrize("steps", [1, 3, 6, 8])
+def test_a_run_that_was_stopped_goes_on_in_the_middle_of_its_epoch(tmp_path: Path, steps: int) -> None:
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            trainer.should_stop = trainer.global_step == steps
+
+    trainer_of(tmp_path, Stop(), ResumeCheckpoint(9), max_epochs=2).fit(Tiny())
+    resumed = Tiny()
+    path = str(tmp_path / "checkpoints" / f"step={steps}.ckpt")
+    trainer_of(tmp_path, ResumeCheckpoint(9), max_epochs=2).fit(resumed, ckpt_path=path, weights_only=True)
+    assert resumed.events == ([*range(6)] * 2)[steps:]
+
+
 def test_a_run_in_a_thread_saves_without_handling_signals(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(trainer_of(tmp_path, ResumeCheckpoint(4)).fit, Tiny()).result()

@@ -54,7 +54,7 @@ class ResumeCheckpoint(Checkpoint):
         self._step_end: dict[str, Any] = {}
         """Rollouts, epoch, state of Lightning's loops with the data loader, and random state at a step's end."""
         self._saves = False
-        self._first = LambdaCallback(on_train_batch_start=self._start_step)
+        self._first = LambdaCallback(on_train_batch_start=self._start_step, on_train_epoch_end=self._begin_epoch_end)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Insert a first callback, which saves before the others begin a step, and be the last to end an epoch."""
@@ -71,6 +71,11 @@ class ResumeCheckpoint(Checkpoint):
         if trainer.fit_loop.batch_idx > 0:  # or it is saved with the end of the epoch
             self._save_if_due(trainer)
         trainer.fit_loop.epoch_loop.on_load_checkpoint({"_batches_that_stepped": trainer.fit_loop.total_batch_idx})
+
+    def _begin_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save, if due, in a run of so many steps: Lightning (2.6) ends the epoch again when that is resumed."""
+        if trainer.max_steps != -1:
+            self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer, *_: Any) -> None:
         """Save at an interval's end or a signal, which waits for the run's first step, and stop at a signal."""
@@ -114,9 +119,10 @@ class ResumeCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save, if due, what the other callbacks have made of the epoch: a resumed run does not end it again."""
-        if self._step_end and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # or max_steps has ended it
-            self._step_end["loops"] = trainer.fit_loop.state_dict()
-        self._save_if_due(trainer)
+        if trainer.max_steps == -1:
+            if self._step_end and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # or a stop has ended it
+                self._step_end["loops"] = trainer.fit_loop.state_dict()
+            self._save_if_due(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the last step; with higher limits, the run can resume from there."""
