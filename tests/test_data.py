@@ -460,12 +460,12 @@ def test_templates_that_are_none_or_refuse_a_system_message(gsm8k: Path, tmp_pat
 @pytest.mark.parametrize("highest", [99, 100])
 def test_tokens_without_an_embedding_are_refused(tiny_policy_dir: Path, highest: int) -> None:
     data = ArithmeticDataModule(train_size=8, batch_size=2, val_size=0)
-    policy = SimpleNamespace(vocabulary=lambda: 100)
+    policy = SimpleNamespace(vocab_size=lambda: 100)
     data.trainer = SimpleNamespace(lightning_module=SimpleNamespace(policy_config=policy))  # type: ignore[assignment]
     rows = [Prompt("a", (1, 2), "", ""), Conversation("b", torch.tensor([3, highest]), torch.tensor([False, True]))]
     message = "an embedding of each token; b of training has token 100 of 100; resize the embeddings to the tokenizer"
     with pytest.raises(UserError, match=message) if highest == 100 else nullcontext():
         data._check_tokens(rows, "training")
-    vocabulary = json.loads((tiny_policy_dir / "config.json").read_text())["vocab_size"]
-    assert PolicyConfig(path=str(tiny_policy_dir)).vocabulary() == vocabulary
-    assert PolicyConfig().vocabulary() == len(build_tokenizer())
+    vocab_size = json.loads((tiny_policy_dir / "config.json").read_text())["vocab_size"]
+    assert PolicyConfig(path=str(tiny_policy_dir)).vocab_size() == vocab_size
+    assert PolicyConfig().vocab_size() == len(build_tokenizer())

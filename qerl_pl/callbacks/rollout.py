@@ -195,8 +195,9 @@ class RolloutCallback(Callback, SamplingCallback):
         if stage == "fit":
             module.start_afresh()  # or the engine would share no weights with a policy that is still loaded
             self._expected_lengths = {}  # of an earlier fit
+        columns = data.columns
         for function in functions_among(self.scorer.rewards):
-            function.data_columns = data.columns
+            function.data_columns = columns
         check_references(self.scorer.rewards, data.references)
         if self._launched:  # by a stage of which no end was told
             self.close()

@@ -75,7 +75,6 @@ def quantize(
             f"only 16-bit weights can be quantized; {src} is {stored.name.upper()} already; use it as it is"
         )
     validate_checkpoint(src)
-    require_absent(dst)
     tokenizer = AutoTokenizer.from_pretrained(src)
     calibrate_checkpoint(src, dst, calibration_texts(calibration, tokenizer, samples), tokenizer, format, max_length)
 

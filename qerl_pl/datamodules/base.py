@@ -188,12 +188,12 @@ class ResumableDataModule(LightningDataModule, ABC):
         policy = getattr(self.trainer and self.trainer.lightning_module, "policy_config", None)
         if policy is None:
             return
-        known = policy.vocabulary()
+        vocab_size = policy.vocab_size()
         for row in rows:
-            if (highest := numpy.asarray(row.token_ids).max()) >= known:
+            if (largest := numpy.asarray(row.token_ids).max()) >= vocab_size:
                 raise UserError(
-                    f"a model has an embedding of each token; {row.id} of {use} has token {highest} of {known}; resize "
-                    "the embeddings to the tokenizer, or leave the token out"
+                    f"a model has an embedding of each token; {row.id} of {use} has token {largest} of {vocab_size}; "
+                    "resize the embeddings to the tokenizer, or leave the token out"
                 )
 
     def _draw(self, rows: Sequence[Any], count: int) -> list[Any]:

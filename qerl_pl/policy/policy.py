@@ -163,7 +163,7 @@ class PolicyConfig:
             return POSITIONS
         return longest_sequence(read_config(local_folder(self.path)))
 
-    def vocabulary(self) -> int:
+    def vocab_size(self) -> int:
         """Number of token ids that the base model has an embedding of."""
         return (
             VOCABULARY if self.path is None else int(load_config(local_folder(self.path)).get_text_config().vocab_size)
