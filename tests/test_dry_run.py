@@ -219,6 +219,12 @@ def test_the_adapter_that_a_run_starts_from_is_held_twice(
     assert "reference policy" in run(capsys, *words, "--model.policy.adapter", str(qwen3_8b / "adapter"))
 
 
+@pytest.mark.parametrize("command", ["test", "validate"])
+def test_only_a_training_is_planned(capsys: pytest.CaptureFixture[str], qwen3_8b: Path, command: str) -> None:
+    assert main([command, "--dry-run", "-c", "gsm8k", "--model.policy.path", str(qwen3_8b)]) == 2
+    assert f"a training; got qerl {command}; say qerl fit --dry-run" in capsys.readouterr().err
+
+
 def test_a_model_without_a_config_is_refused(capsys: pytest.CaptureFixture[str], qwen3_8b: Path) -> None:
     (qwen3_8b / "config.json").unlink()
     assert main(["fit", "--dry-run", "-c", "gsm8k", "--model.policy.path", str(qwen3_8b)]) == 2

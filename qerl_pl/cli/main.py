@@ -218,14 +218,16 @@ class QeRLCLI(LightningCLI):
                 lambda kind, class_path, **settings: kind(**settings), self._module, subclasses=False, prepend=True
             )
         if self._get(self.config, "dry_run"):
-            settings = self.parser.instantiate_classes(self.config)[self.config["subcommand"]]
+            if (command := self.config["subcommand"]) != "fit":
+                raise UserError(f"--dry-run plans the memory of a training; got qerl {command}; say qerl fit --dry-run")
+            settings = self.parser.instantiate_classes(self.config)[command]
             callbacks = listed(settings.trainer.callbacks)
             rollouts = [callback for callback in callbacks if isinstance(callback, RolloutCallback)]
             if not rollouts and self._has_rollouts:
                 rollouts = [RolloutCallback(**settings.rollout)]
             plan = describe(settings.model, settings.data, rollouts[0] if rollouts else None)
             if rollouts:
-                rollouts[0].check_sizes(settings.model, settings.data, self.config["subcommand"] == "fit")
+                rollouts[0].check_sizes(settings.model, settings.data, trains=True)
             raise DryRun(plan)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
