@@ -58,9 +58,9 @@ def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_pa
         take_adapter(policy, "test", None)
 
 
-@pytest.mark.parametrize("other", ["lm_head.weight", "model.embed_tokens.lora_embedding_A"])
+@pytest.mark.parametrize("other", ["lm_head.weight", "model.embed_tokens.lora_embedding_A", "model.norm.weight"])
 def test_an_adapter_with_other_tensors_is_told_which(tmp_path: Path, other: str) -> None:
-    """As PEFT saves `modules_to_save` with the output layer, and an adapter of embeddings; norms can go on."""
+    """As PEFT saves `modules_to_save` with the output layer or last norm, and an adapter of embeddings."""
     (tmp_path / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "base", "r": 4, "lora_alpha": 8})
     )

@@ -170,9 +170,10 @@ def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | Non
     names = [*map(_name_of_text, stored)]
     if names != stored:  # its targets are an expression for the stored names
         saved["target_modules"] = None
-    if others := [name for name in names if not (_FACTOR.search(name) or name.endswith("norm.weight"))]:
+    of_layers = [name for name in names if _LAYER.search(name) and name.endswith("norm.weight")]
+    if others := [name for name in names if not (_FACTOR.search(name) or name in of_layers)]:
         raise UserError(
-            f"a saved adapter may hold factors of linears and norm scales; {folder} has {others[0]}; "
+            f"a saved adapter may hold factors of linears and scales of the layers' norms; {folder} has {others[0]}; "
             "merge it into its base with PEFT, and name that model as model.policy.path"
         )
     factors = {name: match[1] for name in names if (match := _FACTOR.search(name))}
