@@ -67,6 +67,7 @@ def test_sets_ranks_cut_lines_and_repeated_ones(tmp_path: Path) -> None:
     file = b / "evaluation" / "abc.jsonl"
     line = {"set": "hard", "prompt_id": "p", "sample": None, "correct": True}  # the row was edited
     file.write_text(file.read_text() + json.dumps(line) + "\n" + '{"set": "ha')
+    file.write_bytes(file.read_bytes() + b"\xff\n")  # as a power cut leaves it
     (b / "evaluation" / "abc.1.jsonl").write_text(json.dumps(line | {"prompt_id": "q", "correct": False}) + "\n")
     assert rows(compare(a, file)) == [["hard, greedy", "2", "0.000", "0.500", "+0.500", "-0.480 to +1.480"]]
 
@@ -91,8 +92,20 @@ def test_a_question_is_its_text_and_a_sample_one_of_those_asked_for(tmp_path: Pa
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = evaluation(tmp_path / "a", {"p": ("0", ""), "q": ("0", "")})
     b = evaluation(tmp_path / "b", {"r": ("0", ""), "q": ("0", "")})
-    with pytest.raises(UserError, match="share 1; evaluate both on the same data"):
+    with pytest.raises(UserError, match="share 1 in 1 sets; evaluate both on the same data"):
         compare(a, b)
+    both = tmp_path / "both.jsonl"  # one question of each set in common
+    lines = [{"set": name, "prompt_id": "p", "sample": None, "correct": True} for name in ("easy", "hard")]
+    both.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match="share 2 in 2 sets; evaluate both"):
+        compare(both, both)
+    (b / "evaluation" / "abc.jsonl").unlink()
+    with pytest.raises(UserError, match=r"abc.jsonl is not there; copy it too"):
+        compare(a, b)
+    for text in ("garbage", "{}", "[]"):
+        (b / "evaluation.json").write_text(text)
+        with pytest.raises(UserError, match="as `qerl test` writes it; .* is another .*; evaluate again"):
+            compare(a, b)
     assert answered(["compare", str(a), str(tmp_path)]) == 2
     assert "has no evaluation.json" in capsys.readouterr().err
     assert answered(["compare", str(a)]) == 2

@@ -163,6 +163,7 @@ def test_arguments_of_the_chat_template_reach_it(tiny_policy_dir: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no format": ({"text": "a"}, {}, "row 1 of the training data: conversations have the columns .*; got text; ren"),
     "half a format": ({"prompt": "a"}, {}, "got prompt; rename"),
+    "no answer": ({"question": "a", "answer": None}, {}, "got question; fill in what is null, or rename"),
     "mixed": ({"prompt": "a", "completion": DIALOGUE}, {}, "with a role and a content; column prompt has 'a'"),
     "no messages": ({"messages": []}, {}, "with a role and a content; column messages has .."),
     "no role": ({"messages": [{"content": "a"}]}, {}, "messages with a role and a content"),

@@ -181,6 +181,13 @@ def test_log_probabilities_are_those_of_transformers(
     assert found.dtype == torch.float32 and not found.requires_grad
 
 
+def test_settings_from_python_are_checked_too() -> None:
+    with pytest.raises(UserError, match="model.teacher.dtype must be one of float32, bfloat16; got 'float16'"):
+        TeacherConfig(dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="gradient_checkpointing must be one of .*; got 'selectiv'"):
+        PolicyConfig(gradient_checkpointing="selectiv")  # type: ignore[arg-type]
+
+
 def test_a_teacher_of_an_unknown_family_is_refused(base: Path, tmp_path: Path) -> None:
     config = {"model_type": "qwen3_next", "quantization_config": {"quant_method": "mxfp4"}}
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -76,7 +76,7 @@ def test_a_run_with_an_adapter_is_described_by_purpose(capsys: pytest.CaptureFix
     longest = [int(cell.replace(",", "")) if cell != "none" else 0 for cell in table["48 GiB"]]
     assert 0 < longest[0] == longest[1]  # the update decides
     assert table["16 GiB"][0] == "none" != table["16 GiB"][1]  # the cache does
-    assert table["pinned on the CPU: layer"] == ["inputs", "4.50"]
+    assert table["pinned on the CPU: layer"] == ["inputs", "4.62"]
     ways = {way.rpartition(" ")[0]: float(way.rpartition(" ")[2]) for way in table["auto"]}
     assert list(ways) == ["false", "selective", "true", "offload", "offload, mlp_tile_tokens 4096"]
     assert list(ways.values()) == sorted(ways.values(), reverse=True)

@@ -215,13 +215,14 @@ def test_an_evaluations_digest_covers_the_environments_settings() -> None:
         (GuessNumber, game),
         (partial(GuessNumber, 3), game),
     ):
-        settings = environment_settings(EnvironmentConfig(factory=environment))["environment"]
-        assert settings["environment"] == found
+        settings = environment_settings(EnvironmentConfig(factory=environment), 64)["environment"]
+        assert settings["factory"] == found
 
-    def of(**settings: Any) -> dict[str, Any]:
-        return environment_settings(EnvironmentConfig(factory="qerl_pl.toy.game.GuessNumber", **settings))
+    def of(prompt: int = 64, **settings: Any) -> dict[str, Any]:
+        return environment_settings(EnvironmentConfig(factory="qerl_pl.toy.game.GuessNumber", **settings), prompt)
 
     plain = of(tool_format=PATTERN)
-    assert plain["environment"]["environment"] == "qerl_pl.toy.game.GuessNumber"
+    assert plain["environment"]["factory"] == "qerl_pl.toy.game.GuessNumber"
     assert plain != of(tool_format=PATTERN, max_turns=3) and plain != of()
-    assert plain == of(tool_format=PATTERN, tool_wait=1.0, workers=2, tool_time_limit=1.0)
+    assert plain == of(tool_format=PATTERN, tool_wait=1.0, workers=2)
+    assert plain != of(tool_format=PATTERN, tool_time_limit=1.0) and plain != of(96, tool_format=PATTERN)

@@ -146,7 +146,10 @@ def test_samples_graded_by_another_function_are_not_reused(tmp_path: Path) -> No
     found = [_reward_settings(reward)["function"] for reward in (exact, loose)]
     assert found == ["qerl_reward_grading.exact", "qerl_reward_grading.loose"]
     bound = RewardFunction(partial(len, ()), name="bound")
-    assert _reward_settings(bound)["function"] == "builtins.len"
+    settings = _reward_settings(bound)
+    assert settings["function"] == "builtins.len"
+    bound.data_columns, bound.logged_columns = ("level",), {"text": ["long"]}  # of another set, and of the last call
+    assert _reward_settings(bound) == settings
 
 
 def test_a_failed_evaluation_detaches_its_cache(tmp_path: Path) -> None:
@@ -186,7 +189,7 @@ def test_a_killed_evaluation_goes_on(
     asked[:] = [0, 0, 0]
     caplog.set_level("INFO", "qerl_pl.callbacks.evaluation")
     assert evaluate(tiny_policy_dir, tmp_path / "again", sets) == uninterrupted
-    assert f"7 samples of {tmp_path / 'again' / uninterrupted['samples']} are used again" in caplog.text
+    assert f"{tmp_path / 'again' / uninterrupted['samples']} has 7 samples; those of unchanged" in caplog.text
     assert asked[3:] == [2, 2, 4]  # of 15, seven were there
     by_name = [sorted(map(str, lines(run))) for run in (folder, tmp_path / "again")]
     assert by_name[0] == by_name[1]

@@ -37,10 +37,12 @@ class Counting(Scripted):
         return super().generate(requests, sampling)
 
 
-def evaluate(engine: Counting, cache: SampleCache | None = None, **settings: Any) -> Evaluation:
+def evaluate(
+    engine: Counting, cache: SampleCache | None = None, prompts: Sequence[Prompt] = PROMPTS, **settings: Any
+) -> Evaluation:
     evaluator = evaluator_of(engine, **{"rewards": [Even()], "sampling": SamplingConfig(max_tokens=8)} | settings)
     evaluator.use_cache(cache)
-    return evaluator.evaluate(PROMPTS, Watched().weights(0), "hard")
+    return evaluator.evaluate(prompts, Watched().weights(0), "hard")
 
 
 def test_the_engine_is_asked_for_so_many_completions_whosever_they_are() -> None:
@@ -119,6 +121,25 @@ def test_an_incomplete_first_line_is_removed(tmp_path: Path) -> None:
     file = tmp_path / "samples.jsonl"
     file.write_text('{"set": "x"')
     assert len(SampleCache(file)) == 0 and file.read_text() == ""
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0\n", b'{"set": "x"}\n'])
+def test_what_a_power_cut_leaves_is_sampled_again(tmp_path: Path, damage: bytes) -> None:
+    file = tmp_path / "samples.jsonl"
+    expected = evaluate(Counting(), SampleCache(file))
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:-2], damage, lines[-1]]))
+    engine = Counting()
+    assert evaluate(engine, SampleCache(file)) == expected and engine.asked == [(1.0, [2])]
+    assert file.read_bytes().splitlines()[-2:] == [line.rstrip() for line in lines[-2:]]
+
+
+def test_samples_of_a_row_that_is_again_as_it_was_are_used_again(tmp_path: Path) -> None:
+    file, edited = tmp_path / "samples.jsonl", [replace(PROMPTS[0], text="another"), *PROMPTS[1:]]
+    expected = evaluate(Counting(), SampleCache(file))
+    evaluate(Counting(), SampleCache(file), prompts=edited)
+    engine = Counting()
+    assert evaluate(engine, SampleCache(file)) == expected and engine.asked == []
 
 
 @pytest.mark.parametrize("error", [math.nan, math.inf, -math.inf])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qerl_pl.errors import UserError
+from qerl_pl.models.shape import Shape
 from qerl_pl.modules import PolicyConfig
 from qerl_pl.policy.lora import ADAPTER, FrozenLinear, LoraConfig, LoraSpec
 from qerl_pl.policy.lora_adapter import PeftLoraLinear
@@ -99,6 +100,9 @@ def test_all_linear_adapts_what_it_does_in_peft(name: str, tmp_path: Path) -> No
     assert spec == PolicyConfig(path=str(tmp_path)).lora_spec and spec is not None
     adaptable = {target.rpartition(".")[2] for target in adapted.targeted_module_names}
     assert adaptable - {"shared_expert_gate"} == set(spec.targets)  # whose weight has a single row
+    factors = {name: p.numel() for name, p in adapted.named_parameters() if ".lora_" in name}
+    own = [size for name, size in factors.items() if ".experts." not in name and "expert_gate" not in name]
+    assert Shape.of(config).adapter_weights(8, spec.targets) == sum(own)  # of PEFT's rank
 
 
 def test_all_linear_is_compared_with_the_adapter_that_training_starts_from(tmp_path: Path) -> None:
@@ -110,5 +114,6 @@ def test_all_linear_is_compared_with_the_adapter_that_training_starts_from(tmp_p
     assert null is not None and null.targets == ("q", "v")
     with pytest.raises(UserError, match=r"has targets q, v and model.policy.lora.targets is q_proj, k_proj, .*; leave"):
         _ = PolicyConfig(adapter=str(tmp_path), lora=LoraConfig(targets="all-linear")).lora_spec
+    assert LoraConfig(targets="q_proj").spec(LoraSpec()).targets == ("q_proj",)  # type: ignore[arg-type]
     toy = PolicyConfig(lora=LoraConfig(rank=2, targets="all-linear")).lora_spec
     assert toy is not None and (toy.rank, toy.targets) == (2, LoraSpec().targets)

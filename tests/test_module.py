@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
 from short_run import data, module_of, trainer_of
@@ -388,7 +394,10 @@ def test_a_limit_that_does_not_extend_a_finished_epoch_is_said(
 @pytest.mark.parametrize(
     ("callbacks", "settings", "message"),
     [
-        ([EMAWeightAveraging()], {}, "policy's own weights alone; got WeightAveraging; leave it out"),
+        ([EMAWeightAveraging()], {}, "the policy's own weights, .* got EMAWeightAveraging; leave it out"),
+        ([StochasticWeightAveraging(swa_lrs=0.1)], {}, "got StochasticWeightAveraging; leave it out"),
+        ([GradientAccumulationScheduler({0: 2})], {}, "got GradientAccumulationScheduler; leave it out"),
+        ([LearningRateFinder()], {}, "got LearningRateFinder; leave it out"),
         ([], {"barebones": True}, "training logs its metrics; got a Trainer with barebones=True; leave it out"),
     ],
 )

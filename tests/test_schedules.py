@@ -87,6 +87,16 @@ def test_a_run_and_the_run_that_resumes_it_have_the_rates_of_the_schedule(
     assert rates == [*expected, *expected[2:]]
 
 
+@pytest.mark.parametrize("schedule", ["polynomial", "linear"])
+def test_a_run_that_is_all_warm_up_has_a_step_after_it(schedule: str, tiny_policy_dir: Path, tmp_path: Path) -> None:
+    module = module_of(tiny_policy_dir, optimizer=sgd, lr_scheduler=schedule, warmup_ratio=1.0)
+    trainer = trainer_of(tmp_path, ResumeCheckpoint(1))
+    trainer.fit(module, datamodule=data())
+    steps = module.planned_batches() * module.steps_per_batch
+    (peak,) = trainer.lr_scheduler_configs[0].scheduler.lr_lambdas  # of the last step
+    assert peak(0) == 0 < peak(steps - 1) == 1 and peak(steps) < 1e-3
+
+
 def test_a_resumed_run_keeps_the_class_of_its_schedule_and_its_settings(tiny_policy_dir: Path, tmp_path: Path) -> None:
     def fit(schedule: Any, **given: Any) -> None:
         module = module_of(tiny_policy_dir, optimizer=sgd, lr_scheduler=schedule)

@@ -24,7 +24,7 @@ from qerl_pl.engines.base import RolloutEngine
 from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, prompt_metrics
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
-from qerl_pl.rewards import Reward
+from qerl_pl.rewards import Reward, RewardFunction
 from qerl_pl.rollout.dialogue_sampler import EnvironmentConfig
 from qerl_pl.runtime.checks import ChecksFirst
 from qerl_pl.runtime.communicator import Communicator, writes_files
@@ -132,7 +132,8 @@ class EvaluationReport(Callback, ChecksFirst):
         file, others = _sample_files(folder, digest, ranks)
         self._cache = _ProgressCache(file, others, total, show=trainer.is_global_zero)
         if len(self._cache):
-            log.info("%d samples of %s are used again; after an edit of a reward, remove it", len(self._cache), file)
+            said = "%s has %d samples; those of unchanged rows are used again; after an edit of a reward, remove it"
+            log.info(said, file, len(self._cache))
         ranks.barrier()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
         self._evaluator.use_cache(self._cache)
@@ -258,9 +259,10 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
         "rewards": [_reward_settings(reward) for reward in config.scorer.rewards],
         "accuracy_reward": config.scorer.accuracy.name,
         "system_prompt": data.system_prompt,
+        "instruction": data.instruction,
         "chat_template": _sha256(str(module.tokenizer.chat_template).encode()),
         "chat_template_kwargs": data.chat_template_kwargs,
-        **environment_settings(rollout.environment),
+        **environment_settings(rollout.environment, data.max_prompt_tokens),
     }
 
 
@@ -270,18 +272,19 @@ def engine_settings(engine: RolloutEngine) -> dict[str, str]:
     return {"engine": type(engine).__name__, **rounded}
 
 
-def environment_settings(config: EnvironmentConfig) -> dict[str, Any]:
+def environment_settings(config: EnvironmentConfig, max_prompt_tokens: int) -> dict[str, Any]:
     """Settings of the environment that samples depend on; empty without an environment."""
     if config.factory is None:
         return {}
-    names = ("tool_format", "max_turns", "max_turn_tokens", "max_tool_response_tokens")
-    settings = {name: getattr(config, name) for name in names}
-    return {"environment": _plain({"environment": config.factory, **settings})}
+    settings = {name: value for name, value in vars(config).items() if name not in ("weight", "workers", "tool_wait")}
+    return {"environment": _plain(settings | {"max_prompt_tokens": max_prompt_tokens})}
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:
     """Class and public settings of a reward."""
     settings = {name: value for name, value in vars(reward).items() if not name.startswith("_")}
+    if isinstance(reward, RewardFunction):  # the others are the data's columns, and what was logged
+        settings = {name: settings[name] for name in ("function", "weight", "name")}
     return _plain({"class": type(reward), **settings})
 
 

@@ -26,15 +26,10 @@ def compare(first: Path, second: Path) -> str:
         second: The other one.
 
     Raises:
-        UserError: There are no samples, or fewer than two questions in common.
+        UserError: There are no samples, or fewer than two questions of a set in common.
     """
     a, b = _answers(first), _answers(second)
     both = a.keys() & b.keys()
-    if len(both) < 2:
-        raise UserError(
-            f"compare pairs evaluations by question; {first} and {second} share {len(both)}; "
-            "evaluate both on the same data"
-        )
     rows = ["| | questions | A | B | B − A | 95 % |", "|---|---|---|---|---|---|"]
     for name in sorted({name for name, *_ in both}):
         for kind in ("greedy", "sampled"):
@@ -46,6 +41,11 @@ def compare(first: Path, second: Path) -> str:
                 before, after = values.mean(axis=0)
                 cells = f"{len(values)} | {before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f}"
                 rows.append(f"| {label} | {cells} |")
+    if len(rows) == 2:
+        raise UserError(
+            f"compare pairs evaluations by question, two of a set or more; {first} and {second} share {len(both)} in "
+            f"{len({name for name, *_ in both})} sets; evaluate both on the same data"
+        )
     alone = len(a.keys() ^ b.keys())
     return "\n".join(
         [*rows, *([f"{alone} questions are in one of the evaluations only, and left out"] if alone else [])]
@@ -72,14 +72,22 @@ def _answers(place: Path) -> dict[Question, dict[str, list[bool]]]:
                 f"compare reads what `qerl test` wrote; {place} has no evaluation.json; name a run's folder, or a "
                 "file of samples"
             )
-        evaluation = json.loads(report.read_bytes())
-        file, sets = place / evaluation["samples"], evaluation.get("sets", {})
+        try:
+            evaluation = json.loads(report.read_bytes())
+            file, sets = place / evaluation["samples"], evaluation.get("sets", {})
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"compare reads evaluation.json as `qerl test` writes it; {report} is another ({error!r}); evaluate "
+                "again"
+            ) from error
     counts = {name: one["samples"] for name, one in sets.items()}  # a file may have more, of an earlier evaluation
     unnamed = counts.get("test", counts.get("val", math.inf))
-    files = [file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))]
+    files = [one for one in (file, *sorted(file.parent.glob(f"{file.stem}.*{file.suffix}"))) if one.is_file()]
+    if not files:
+        raise UserError(f"compare reads the samples that evaluation.json names; {file} is not there; copy it too")
     grades: dict[tuple[str, str], dict[int | None, bool]] = defaultdict(dict)
     texts: dict[tuple[str, str], tuple[str | None, str | None]] = {}
-    for line in (line for one in files if one.is_file() for line in one.read_text().splitlines()):
+    for line in (line for one in files for line in one.read_text(errors="replace").splitlines()):
         try:
             record = json.loads(line)
             key, text = (record["set"], record["prompt_id"]), (record.get("prompt"), record.get("reference"))

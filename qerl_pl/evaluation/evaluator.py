@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +29,9 @@ from qerl_pl.types import (
     SamplingConfig,
 )
 
-FORMAT = 5
+log = logging.getLogger(__name__)
+
+FORMAT = 6
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 
@@ -70,14 +73,15 @@ class SampleCache:
     """Cache of graded samples in a JSON Lines file.
 
     Args:
-        path: File that this process appends to; an incomplete last line, left by a kill, is removed.
+        path: File that this process appends to; an incomplete last line, left by a kill, is removed, and so is all from
+            a damaged one on.
         others: Files of other processes, which are only read.
     """
 
     def __init__(self, path: Path, others: Iterable[Path] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._samples: dict[tuple[str, str, int | None], tuple[GradedAnswer, str]] = {}
+        self._samples: dict[tuple[str, str, int | None, str], GradedAnswer] = {}
         for file in (path, *others):
             self._read(file, repair=file == path)
 
@@ -85,9 +89,8 @@ class SampleCache:
         return len(self._samples)
 
     def get(self, name: str, prompt: Prompt, sample: int | None) -> GradedAnswer | None:
-        """The cached sample; None if there is none, or the row has changed since."""
-        graded, row = self._samples.get((name, prompt.id, sample), (None, ""))
-        return graded if graded is not None and row == row_digest(prompt) else None
+        """The cached sample; None if there is none of the row as it is."""
+        return self._samples.get((name, prompt.id, sample, row_digest(prompt)))
 
     def put(self, records: Sequence[SampleRecord]) -> None:
         """Append lines and flush them to the disk."""
@@ -101,7 +104,7 @@ class SampleCache:
 
     def _add(self, record: SampleRecord) -> None:
         # Without completions, of which there may be many.
-        self._samples[record.set, record.prompt_id, record.sample] = record.graded, record.row
+        self._samples[record.set, record.prompt_id, record.sample, record.row] = record.graded
 
     def _read(self, file: Path, repair: bool) -> None:
         if not file.is_file():
@@ -111,7 +114,11 @@ class SampleCache:
             for line in lines:
                 if not line.endswith(b"\n"):
                     break
-                self._add(SampleRecord(**json.loads(line)))
+                try:
+                    self._add(SampleRecord(**json.loads(line)))
+                except (ValueError, TypeError):
+                    log.warning("%s is damaged after %d bytes, as by a power cut: the rest is not used", file, end)
+                    break
                 end += len(line)
             if repair:
                 lines.truncate(end)

@@ -20,6 +20,9 @@ In a cache that fits a sequence exactly it would wait for the reserved block for
 SAMPLE = 512
 """Side of the matrices that an optimizer is measured on: 8-bit ones keep small ones in 32 bits, paged ones unpaged."""
 
+BLOCK_BYTES = 32 * 2**20
+"""Of a pinned block, a power of two: PyTorch's allocator of pinned memory rounds up to one."""
+
 
 def held_gib(tensors: Iterable[Tensor]) -> float:
     """GiB of tensors; views of the same memory (by its first address) count once."""
@@ -45,6 +48,12 @@ def free_bytes(device: torch.device) -> int | None:
 def free_cpu_bytes() -> int:
     """Bytes that this machine can give a process."""
     return int(psutil.virtual_memory().available)
+
+
+def pinned_bytes(layers: int, hidden_size: int, tokens: int, dtype: torch.dtype) -> int:
+    """Of the CPU's memory for the inputs of a decoder's layers and of its last norm, in whole blocks."""
+    blocks = -(-hidden_size * tokens * dtype.itemsize // BLOCK_BYTES)
+    return (layers + 1) * blocks * BLOCK_BYTES
 
 
 # Keys and values ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from qerl_kernels.experts import GROUP_BYTES
 from qerl_kernels.logprob import CHUNK_BYTES
 
 from qerl_pl.models.families import PROJECTIONS
-from qerl_pl.models.memory import GIB, GRADIENT, MASTER
+from qerl_pl.models.memory import GIB, GRADIENT, MASTER, pinned_bytes
 from qerl_pl.models.shape import Shape
 
 SAFETY_FACTOR = 1.1
@@ -326,7 +326,7 @@ def run_memory(plan: RunPlan) -> RunMemory:
     update |= {} if plan.sleeps else kv
     cpu = {}
     if batch.checkpointing == "offload":
-        cpu["layer inputs"] = float(shape.layers * size * shape.hidden * batch.tokens)
+        cpu["layer inputs"] = float(pinned_bytes(shape.layers, shape.hidden, batch.tokens, batch.dtype))
     return RunMemory(rollout, {**update, **buffers, **cuda}, cpu)
 
 

@@ -266,8 +266,11 @@ class Shape:
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """Of A and B on the linears that these targets name."""
-        layers = enumerate(self._adapted(targets))
-        return rank * sum(sum(self.of_layer(index).linears[name]) for index, names in layers for name in names)
+        count = 0
+        for index, linears in enumerate(self._adapted(targets)):
+            sizes = self.of_layer(index).linears
+            count += sum(sum(sizes[part][0] for part in parts) + sizes[parts[0]][1] for parts in linears)
+        return rank * count
 
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
         """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
@@ -281,13 +284,13 @@ class Shape:
         """Of each fused projection the number of adapted parts, its rows and its columns."""
         groups = [PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]]
         groups += [] if self.delta is None else [DELTA_NET[:2], DELTA_NET[2:4], DELTA_NET[4:]]
-        for index, names in enumerate(self._adapted(targets)):
-            linears = self.of_layer(index).linears
+        for index, adapted in enumerate(self._adapted(targets)):
+            linears, names = self.of_layer(index).linears, {part for parts in adapted for part in parts}
             for group in groups:
                 rows = sum(linears.get(name, linears["k_proj"])[0] for name in group)  # the engine has keys as v, too
                 yield len(names.intersection(group)), rows, linears[group[0]][1]
 
-    def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[str], ...]:
+    def _adapted(self, targets: Sequence[str]) -> tuple[frozenset[tuple[str, ...]], ...]:
         if self.shared_size:  # its linears stand for the MLP's
             targets = [target.replace("shared_expert.", "") for target in targets]
         without_v = () if self.full is None or self.full.has_v else self.full_layers
@@ -297,17 +300,17 @@ class Shape:
 @cache
 def _adapted(
     layers: int, targets: tuple[str, ...], delta: tuple[int, ...], without_v: tuple[int, ...]
-) -> tuple[frozenset[str], ...]:
-    """The adapted projections of each layer, by their names in Llama; fused ones (Phi-3) stand for their parts."""
+) -> tuple[frozenset[tuple[str, ...]], ...]:
+    """The projections that each adapted linear of a layer is, by their names in Llama; a fused one is several."""
     adapted, unknown = [], set(targets)
     for index in range(layers):
-        names: set[str] = set()
+        names: set[tuple[str, ...]] = set()
         mlp = {name: parts for name, parts in _LINEARS.items() if name.startswith("mlp.")}
         for linear, parts in (_DELTA_LINEARS | mlp if index in delta else _LINEARS).items():
             if index in without_v and parts == ("v_proj",):
                 continue
             matching = {target for target in targets if names_match(f"model.layers.{index}.{linear}", [target])}
-            names.update(parts if matching else ())
+            names.update([parts] if matching else ())
             unknown -= matching
         adapted.append(frozenset(names))
     if unknown:

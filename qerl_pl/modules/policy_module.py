@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -43,6 +48,9 @@ from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger(__name__)
+
+_REFUSED = (WeightAveraging, StochasticWeightAveraging, GradientAccumulationScheduler, LearningRateFinder)
+"""Callbacks that need Lightning's automatic optimization, or train weights that checkpoints do not hold."""
 
 RATES = ("initial_lr", "weight_decay")
 """Optimizer settings that a resumed run takes from its configuration, not from the checkpoint."""
@@ -161,8 +169,12 @@ class PolicyModule(LightningModule, ChecksFirst):
         check_devices(trainer)
         if stage == "fit":
             require_planned_end(trainer)
-            if any(isinstance(callback, WeightAveraging) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-                raise UserError("checkpoints hold the policy's own weights alone; got WeightAveraging; leave it out")
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, _REFUSED):
+                    raise UserError(
+                        "a run trains the policy's own weights, at rates and in micro-batches that model sets; got "
+                        f"{type(callback).__name__}; leave it out"
+                    )
             if trainer.barebones:
                 raise UserError("training logs its metrics; got a Trainer with barebones=True; leave it out")
 
@@ -215,7 +227,8 @@ class PolicyModule(LightningModule, ChecksFirst):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         optimizer = build_optimizer(self.make_optimizer, [p for p in self.policy.parameters() if p.requires_grad])
         steps = self.planned_batches() * self.steps_per_batch
-        schedule = build_schedule(self.lr_scheduler, optimizer, round(self.warmup_ratio * steps), steps)
+        warmup = min(round(self.warmup_ratio * steps), steps - 1)  # or no step would have a rate above 0
+        schedule = build_schedule(self.lr_scheduler, optimizer, warmup, steps)
         built = {"optimizer": type(optimizer).__name__, "lr_scheduler": describe_schedule(schedule)}
         for name, saved in self._saved.items():  # their states fit no others
             if built[name] != saved:

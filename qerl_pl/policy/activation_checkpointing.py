@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.models.families import Family, family_of
-from qerl_pl.models.memory import GIB, free_bytes, free_cpu_bytes
+from qerl_pl.models.memory import GIB, free_bytes, free_cpu_bytes, pinned_bytes
 from qerl_pl.models.memory_plan import SAFETY_FACTOR, MicroBatch, activation_bytes
 from qerl_pl.models.shape import Shape
-from qerl_pl.policy.activation_offload import ActivationOffload, pinned_bytes
+from qerl_pl.policy.activation_offload import ActivationOffload
 from qerl_pl.policy.lora import ADAPTER, LoraLinear
 from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps
 from qerl_pl.runtime.communicator import Communicator, warn_of_this_rank

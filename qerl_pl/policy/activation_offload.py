@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-BLOCK_BYTES = 32 * 2**20
-"""Of a pinned block, a power of two: PyTorch's allocator of pinned memory rounds up to one."""
-
-
-def pinned_bytes(layers: int, hidden_size: int, tokens: int, dtype: torch.dtype) -> int:
-    """Of the CPU's memory for the inputs of a decoder's layers and of its last norm, in whole blocks."""
-    blocks = -(-hidden_size * tokens * dtype.itemsize // BLOCK_BYTES)
-    return (layers + 1) * blocks * BLOCK_BYTES
+from qerl_pl.models.memory import BLOCK_BYTES
 
 
 class PinnedBlocks:

@@ -97,6 +97,8 @@ class LoraConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"LoRA needs 0 <= dropout < 1; got {self.dropout}; set model.policy.lora.dropout")
+        if isinstance(self.targets, str) and self.targets != "all-linear":  # one name, as PEFT has it
+            object.__setattr__(self, "targets", (self.targets,))
         if self.targets is not None and not self.targets:
             raise UserError("LoRA needs linears to adapt; got no targets; set model.policy.lora.targets")
 

@@ -95,6 +95,8 @@ class PolicyConfig:
         named_format(self.quantization)
         require_one_of(tuple(DTYPES), "model.policy.dtype", self.dtype)
         require_one_of(("lora", "full"), "model.policy.finetune", self.finetune)
+        mode = str(self.gradient_checkpointing).lower()
+        require_one_of(("true", "false", "selective", "offload", "auto"), "model.policy.gradient_checkpointing", mode)
         tiles = None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
         require_at_least(1, {"model.policy.mlp_tile_tokens": tiles})
         if tiles is not None and self.lora.dropout > 0 and self.finetune == "lora":

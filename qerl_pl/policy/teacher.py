@@ -11,7 +11,7 @@ import torch
 from qerl_kernels import chunked_token_logprobs
 from torch import Tensor
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_one_of
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -42,6 +42,8 @@ class TeacherConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", None if self.path is None else os.fspath(self.path))
+        if self.dtype is not None:
+            require_one_of(tuple(DTYPES), "model.teacher.dtype", self.dtype)
 
     def folder(self, policy: PolicyConfig) -> Path:
         """Local folder of the teacher of a policy; UserError if `path` is neither a folder nor a model of the hub."""

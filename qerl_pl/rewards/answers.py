@@ -47,7 +47,7 @@ class OverlongPenalty(Reward):
     arXiv 2503.14476, equation 13.
 
     Args:
-        max_length: Tokens at which the penalty is full; the sampling limit (null takes it), or less.
+        max_length: Tokens at which the penalty is full; training's sampling limit (null takes it), or less.
         buffer: Tokens before max_length over which the penalty grows; null takes a quarter of max_length.
         weight: Factor of this reward in the total.
     """

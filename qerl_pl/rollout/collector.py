@@ -52,7 +52,10 @@ class CollectorConfig:
             )
         require_at_least(0, {"resample_rounds": self.resample_rounds})
         if self.sampling.temperature == 0:
-            raise UserError("training samples, so sampling.temperature must be above 0; got 0; 1.0 is usual")
+            raise UserError(
+                "training samples, so sampling.temperature must be above 0; got 0; 1.0 is usual; an evaluation has "
+                "rollout.evaluation.sampling.temperature"
+            )
         for reward in self.scorer.rewards:
             if isinstance(reward, OverlongPenalty):
                 reward.set_limit(self.sampling.max_tokens)
