@@ -15,8 +15,9 @@ import torch
 import yaml
 from fit_helpers import configuration
 from live_bytes import live_bytes_of_update
+from model_copies import copy_of
 from qerl_kernels import gated_delta_rule
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_families import (
     PROMPTS,
     changed,
@@ -219,11 +220,8 @@ def test_four_bits_are_those_of_every_large_linear_and_the_rest_is_as_stored(sou
 
 def test_scales_of_the_fused_pair_that_differ_are_refused(base: Path, tmp_path: Path) -> None:
     stored, name = load_file(base / "model.safetensors"), "model.layers.0.linear_attn.in_proj_z.weight_global_scale"
-    for file in base.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    save_file(stored | {name: 2 * stored[name]}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"share one global scale; got .*in_proj_qkv.*in_proj_z"):
-        policy_of(tmp_path)
+        policy_of(copy_of(base, tmp_path, stored | {name: 2 * stored[name]}))
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nf4"])
@@ -240,17 +238,13 @@ def stored_as(source: Path, folder: Path, kind: str) -> Path:
     """The checkpoint as others store it: with image encoder, under its names, with layers for speculation."""
     if kind == "wrapped":
         return write_wrapped_qwen(source, folder)
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
     tensors = load_file(source / "model.safetensors")
     if kind == "names of the wrapped":
         tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
     else:
         gate = tensors["model.layers.1.mlp.gate_proj.weight"]
         tensors |= {"mtp.layers.0.mlp.gate_proj.weight": gate.clone(), "mtp.norm.weight": torch.zeros(128)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return copy_of(source, folder, tensors)
 
 
 @pytest.mark.parametrize(
@@ -283,10 +277,8 @@ def test_decays_and_gated_norms_stay_in_float32(source: Path, tmp_path: Path) ->
     """As Qwen3.5 stores them in a checkpoint of 16 bits: trainer, engine and dense copies compute with them."""
     tensors = load_file(source / "model.safetensors")
     wide = {name: t for name, t in tensors.items() if name.endswith(KEPT[::3]) and "linear_attn" in name}
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
     low = {name: tensor if name in wide else tensor.bfloat16() for name, tensor in tensors.items()}
-    save_file(low, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    copy_of(source, tmp_path, low)
     assert len(wide) == 2 and all((tensor.bfloat16() != tensor).any() for tensor in wide.values())
     config = PolicyConfig(path=str(tmp_path), dtype="bfloat16", quantization="none", lora=LoraConfig(rank=4))
     trainer = Policy(tmp_path, config, torch.device("cpu"), seed=1)

@@ -3,7 +3,6 @@
 import copy
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from model_copies import copy_of
 from plain_policy import PlainPolicy
 from rank_helpers import on_ranks
 from reference_run import SCALING, build_base, plain_name
@@ -356,14 +356,6 @@ def test_ranks_take_the_steps_of_one_process(base: Path, start: Policy, divergen
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def changed(source: Path, folder: Path, config: dict[str, Any]) -> Path:
-    """A copy of a model's folder with other settings in its config.json."""
-    shutil.copytree(source, folder)
-    settings = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(settings | config))
-    return folder
-
-
 def test_a_teacher_of_another_kind_is_refused(base: Path, tmp_path: Path) -> None:
     policy = PolicyConfig(path=str(base / "dense"), quantization="nvfp4")
     TeacherConfig().check(policy)
@@ -372,7 +364,7 @@ def test_a_teacher_of_another_kind_is_refused(base: Path, tmp_path: Path) -> Non
         TeacherConfig().check(PolicyConfig(path=str(base / "nvfp4")))
     with pytest.raises(UserError, match="model.teacher.path must be a folder or a model of the hub"):
         TeacherConfig(path=str(tmp_path / "none")).check(policy)
-    other = changed(base / "dense", tmp_path / "other", {})
+    other = copy_of(base / "dense", tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(other)
@@ -383,7 +375,7 @@ def test_a_teacher_of_another_kind_is_refused(base: Path, tmp_path: Path) -> Non
 
 
 def test_a_teacher_with_a_smaller_output_layer_is_refused(base: Path, tmp_path: Path) -> None:
-    check_same_tokens(changed(base / "dense", tmp_path / "larger", {"vocab_size": 600}), base / "dense")
+    check_same_tokens(copy_of(base / "dense", tmp_path / "larger", vocab_size=600), base / "dense")
     with pytest.raises(UserError, match="output layer needs the policy's 600 tokens; .* has 512"):
         check_same_tokens(base / "dense", tmp_path / "larger")
     (tmp_path / "larger" / "tokenizer.json").unlink()

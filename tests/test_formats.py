@@ -10,6 +10,7 @@ from typing import Any
 import pages
 import pytest
 import torch
+from model_copies import copy_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -135,9 +136,7 @@ def test_every_tensor_that_is_no_linears_reads_alike(folders: dict[str, Path]) -
 
 
 def test_a_format_that_nobody_knows_is_named(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_policy_dir, tmp_path / "awq")
-    config = read_config(folder) | {"quantization_config": {"quant_method": "awq"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = copy_of(tiny_policy_dir, tmp_path / "awq", quantization_config={"quant_method": "awq"})
     for start in (lambda: format_of(folder), lambda: quantize_checkpoint(folder, tmp_path / "out")):
         with pytest.raises(UserError, match=r"nvfp4, .*, and 16-bit activations; .* has awq: quantize the 16-bit"):
             start()
@@ -211,11 +210,9 @@ def test_a_config_that_asks_for_more_than_the_format_is_refused_at_dry_run_and_s
     folders: dict[str, Path], tmp_path: Path, case: str
 ) -> None:
     name, change, message = MORE[case]
-    folder = shutil.copytree(folders[name], tmp_path / "model")
-    config = read_config(folder)
+    config = read_config(folders[name])
     change(config["quantization_config"])
-    (folder / "config.json").write_text(json.dumps(config))
-    policy = PolicyConfig(path=str(folder), quantization=name)
+    policy = PolicyConfig(path=str(copy_of(folders[name], tmp_path / "model", **config)), quantization=name)
     for start in (policy.base_folder, lambda: shape_of(policy)):
         with pytest.raises(UserError, match=rf"16-bit activations; .*model has .*{message}.*: quantize the 16-bit"):
             start()
@@ -248,10 +245,7 @@ def test_modelopts_config_beside_weights_in_16_bits_is_refused(tiny_policy_dir: 
 
 
 def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(tiny_policy_dir, tmp_path / "model")
-    (folder / "config.json").write_text(
-        json.dumps(read_config(folder) | {"compression_config": {"format": "pack-quantized"}})
-    )
+    folder = copy_of(tiny_policy_dir, tmp_path / "model", compression_config={"format": "pack-quantized"})
     policy = PolicyConfig(path=str(folder))
     for start in (policy.base_folder, lambda: shape_of(policy)):
         with pytest.raises(UserError, match="model has its settings in compression_config: quantize the 16-bit model"):
@@ -260,11 +254,10 @@ def test_a_config_of_quantization_elsewhere_is_refused(tiny_policy_dir: Path, tm
 
 @pytest.mark.parametrize("blocks", [2, 0.5])
 def test_scales_of_other_groups_are_refused(folders: dict[str, Path], tmp_path: Path, blocks: float) -> None:
-    folder = shutil.copytree(folders["mxfp4"], tmp_path / "model")
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(folders["mxfp4"] / "model.safetensors")
     rows, groups = tensors[f"{UP}.weight_scale"].shape
     scales = torch.zeros(rows, int(groups / blocks), dtype=torch.uint8).view(tensors[f"{UP}.weight_scale"].dtype)
-    save_file(tensors | {f"{UP}.weight_scale": scales}, folder / "model.safetensors")
+    folder = copy_of(folders["mxfp4"], tmp_path / "model", tensors | {f"{UP}.weight_scale": scales})
     with pytest.raises(UserError, match=f"has a scale for every .* weights of a row; {UP} has"):
         PolicyConfig(path=str(folder), quantization="mxfp4").base_folder()
 

@@ -1,14 +1,14 @@
 """Full fine-tuning: every weight trains as in a plain model, reaches every engine, and comes out as a plain model."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from fit_helpers import train
-from safetensors.torch import load_file, save_file
+from model_copies import copy_of
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -49,14 +49,10 @@ def perturb(policy: Policy) -> None:
 @pytest.fixture(scope="module")
 def untied(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same policy with a layer to the vocabulary of its own."""
-    folder = shutil.copytree(tiny_policy_dir, tmp_path_factory.mktemp("untied") / "base")
-    config = json.loads((folder / "config.json").read_text())
-    assert config["tie_word_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    tensors = load_file(folder / "model.safetensors")
+    assert json.loads((tiny_policy_dir / "config.json").read_text())["tie_word_embeddings"]
+    tensors = load_file(tiny_policy_dir / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return copy_of(tiny_policy_dir, tmp_path_factory.mktemp("untied"), tensors, tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize(("tied", "checkpointing"), [(True, False), (False, True), (False, "selective")])
@@ -110,10 +106,9 @@ def test_the_reference_is_a_frozen_copy_that_is_loaded_where_it_is_asked_for(tin
 
 
 def test_what_old_llama_files_hold_besides_weights_is_saved_as_it_was(tiny_policy_dir: Path, tmp_path: Path) -> None:
-    folder, name = shutil.copytree(tiny_policy_dir, tmp_path / "base"), "model.layers.0.self_attn.rotary_emb.inv_freq"
-    tensors = load_file(folder / "model.safetensors") | {name: torch.tensor([1.0, 0.5])}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    policy = make(folder)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = load_file(tiny_policy_dir / "model.safetensors") | {name: torch.tensor([1.0, 0.5])}
+    policy = make(copy_of(tiny_policy_dir, tmp_path / "base", tensors))
     perturb(policy)
     (tmp_path / "saved").mkdir()
     policy.save(tmp_path / "saved")

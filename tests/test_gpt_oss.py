@@ -1,15 +1,15 @@
 """gpt-oss as it is published: 4-bit experts in stacks, sinks, YaRN, against transformers."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.utils import filter_repo_objects
+from model_copies import copy_of
 from qerl_kernels import select_backend
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_experts import said_by, said_by_transformers
 from tiny_families import PUBLISHED, write_checkpoint, write_published
 from torch import Tensor
@@ -141,8 +141,7 @@ def test_what_gpt_oss_cannot_do_is_refused(source: Path, published: Path, tmp_pa
 def test_vllm_is_not_given_what_it_would_compute_otherwise(
     published: Path, tmp_path: Path, key: str, value: object, assumed: str
 ) -> None:
-    folder = shutil.copytree(published, tmp_path / "other")
-    (folder / "config.json").write_text(json.dumps(read_config(folder) | {key: value}))
+    folder = copy_of(published, tmp_path / "other", **{key: value})
     spec = EngineSpec(folder, torch.float32, torch.device("cpu"), 4, ("q_proj",), 96)
     with pytest.raises(UserError, match=f"every gpt_oss with {key} {assumed}; config.json has .*TransformersEngine"):
         VLLMEngine().launch(spec)
@@ -195,12 +194,10 @@ def test_a_download_leaves_out_the_weights_in_another_layout(tmp_path: Path, mon
 def test_a_published_checkpoint_that_lacks_a_tensor_is_refused_by_its_name(
     published: Path, tmp_path: Path, gone: str
 ) -> None:
-    folder = shutil.copytree(published, tmp_path / "broken")
-    tensors = load_file(folder / "model.safetensors")
+    tensors = load_file(published / "model.safetensors")
     del tensors[gone]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"lacks {gone.removesuffix('_blocks')}"):
-        validate_checkpoint(folder)
+        validate_checkpoint(copy_of(published, tmp_path / "broken", tensors))
 
 
 def test_the_published_config_says_positions_and_memory(published: Path, tmp_path: Path) -> None:

@@ -4,13 +4,13 @@ import importlib.util
 import json
 import logging
 import re
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from model_copies import copy_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 from qerl_pl.cli.main import main
@@ -167,10 +167,7 @@ def test_a_model_or_table_that_ends_in_nothing_is_refused_before_it_is_calibrate
     monkeypatch.setattr(sys, "argv", ["qerl"])
     source, data = WRITTEN / FOLDERS[0] if kind == "four bits" else tmp_path / "model", tmp_path / "texts.jsonl"
     if kind not in ("nowhere", "four bits"):
-        shutil.copytree(tiny_policy_dir, source)
-    if kind == "another family":
-        config = json.loads((source / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+        copy_of(tiny_policy_dir, source, **({"model_type": "gpt2"} if kind == "another family" else {}))
     if kind == "no template":
         (source / "chat_template.jinja").unlink()
     rows = [{"question": "1 + 2?", "answer": "3"}] if kind == "no template" else [{"text": "One."}, {"text": None}]

@@ -1,7 +1,6 @@
 """NF4: numbers worked out by hand, and checkpoints that bitsandbytes and transformers read."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
-from safetensors.torch import load_file, save_file
+from model_copies import copy_of
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -110,13 +110,10 @@ def test_a_code_book_that_another_processor_rounded_is_the_same(nf4: Path, tmp_p
     tensors = load_file(nf4 / "model.safetensors")
     book = tensors[f"{UP}.weight.nested_quant_map"]
     book.copy_(torch.nextafter(book, torch.ones(())))
-    shutil.copytree(nf4, tmp_path / "moved")
-    save_file(tensors, tmp_path / "moved" / "model.safetensors")
-    format_of(tmp_path / "moved").check(TensorFiles(tmp_path / "moved"))
+    format_of(nf4).check(TensorFiles(copy_of(nf4, tmp_path / "moved", tensors)))
     book *= 1.001
-    save_file(tensors, tmp_path / "moved" / "model.safetensors")
     with pytest.raises(UserError, match="or other maps"):
-        format_of(tmp_path / "moved").check(TensorFiles(tmp_path / "moved"))
+        format_of(nf4).check(TensorFiles(copy_of(nf4, tmp_path / "moved", tensors)))
 
 
 def test_other_blocks_are_refused(nf4: Path, tmp_path: Path) -> None:
@@ -124,10 +121,8 @@ def test_other_blocks_are_refused(nf4: Path, tmp_path: Path) -> None:
     name = f"{UP}.weight.quant_state.bitsandbytes__nf4"
     state = json.loads(bytes(tensors[name].tolist())) | {"blocksize": 128}
     tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    (tmp_path / "config.json").write_bytes((nf4 / "config.json").read_bytes())
-    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=rf"blocks of 64, .*; {UP}.weight has blocks of \[128, 256\]"):
-        format_of(tmp_path).check(TensorFiles(tmp_path))
+        format_of(nf4).check(TensorFiles(copy_of(nf4, tmp_path, tensors)))
 
 
 def fused(rows: tuple[int, ...], columns: int, blocksize: int = 64) -> Any:

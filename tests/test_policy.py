@@ -9,7 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from model_copies import copy_of
+from safetensors.torch import load_file
 from test_families import lent
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -208,27 +209,21 @@ def no_last_norm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
 def test_refuses_a_folder_that_engine_and_trainer_would_read_differently(
     base: Path, tmp_path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None], message: str
 ) -> None:
-    broken = shutil.copytree(base, tmp_path / "broken")
-    tensors, config = load_file(broken / "model.safetensors"), read_config(base)
+    tensors, config = load_file(base / "model.safetensors"), read_config(base)
     change(tensors, config)
-    (broken / "config.json").write_text(json.dumps(config))
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=message):
-        make(broken)
+        make(copy_of(base, tmp_path, tensors, **config))
 
 
 def test_refuses_an_output_layer_that_config_json_ties_to_other_embeddings(base: Path, tmp_path: Path) -> None:
     """vLLM ties them whatever is stored, transformers does not where the two differ."""
-    tied = shutil.copytree(base, tmp_path / "tied")
-    (tied / "config.json").write_text(json.dumps(read_config(base) | {"tie_word_embeddings": True}))
-    tensors = load_file(tied / "model.safetensors")
+    tensors = load_file(base / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
-    make(tied)
+    make(copy_of(base, tmp_path / "tied", tensors, tie_word_embeddings=True))
     tensors["lm_head.weight"][3, 5] += 1
-    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=f"tie_word_embeddings .* {tied} stores .*: set it to false, or delete lm_head"):
-        make(tied)
+    other = copy_of(base, tmp_path / "other", tensors, tie_word_embeddings=True)
+    with pytest.raises(UserError, match=f"tie_word_embeddings .* {other} stores .*: set it to false, or delete lm_he"):
+        make(other)
 
 
 @pytest.mark.parametrize("trained", [False, True])

@@ -4,13 +4,13 @@ write it: names, data types, shapes and settings of their files."""
 import json
 import logging
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_copies import copy_of
 from qerl_kernels import quantize_mxfp4, quantize_nvfp4
 from safetensors.torch import load_file, save_file
 from tiny_families import write_checkpoint, write_wrapped_qwen
@@ -427,11 +427,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
 
 
 def changed(source: Path, folder: Path, change: Change) -> PolicyConfig:
-    shutil.copytree(source, folder)
     tensors, config = load_file(source / "model.safetensors"), read_config(source)
     change(tensors, config["quantization_config"])
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config))
+    copy_of(source, folder, {name: tensor.contiguous() for name, tensor in tensors.items()}, **config)
     return PolicyConfig(path=str(folder), dtype="float32")
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_copies import copy_of
 from qerl_kernels import (
     nvfp4_global_scale,
     quantize_nvfp4,
     select_backend,
     selected_backend,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from qerl_pl.cli.main import main
@@ -32,15 +33,11 @@ def quantized(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def changed(source: Path, target: Path, **tensors: torch.Tensor) -> Path:
     """A copy of a checkpoint in which some tensors of both layers' MLPs are others, of another width if all are."""
-    shutil.copytree(source, target)
     state = load_file(source / "model.safetensors")
     for layer in range(2):
         state.update({f"model.layers.{layer}.mlp.{name}.weight": tensor.clone() for name, tensor in tensors.items()})
-    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
-    if "gate_proj" in tensors:
-        config = read_config(source) | {"intermediate_size": len(tensors["gate_proj"])}
-        (target / "config.json").write_text(json.dumps(config))
-    return target
+    config = {"intermediate_size": len(tensors["gate_proj"])} if "gate_proj" in tensors else {}
+    return copy_of(source, target, state, **config)
 
 
 def of_width(width: int) -> dict[str, torch.Tensor]:

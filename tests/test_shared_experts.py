@@ -11,6 +11,7 @@ import pytest
 import test_families
 import torch
 from live_bytes import live_bytes_of_update
+from model_copies import copy_of
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from qerl_kernels.experts import GROUP_BYTES
 from safetensors.torch import load_file, save_file
@@ -188,12 +189,9 @@ def broken(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tenso
 
 @pytest.mark.parametrize("kind", ["fewer experts", "transposed", "flat", "none"])
 def test_stacks_that_config_json_does_not_describe_are_refused(source: Path, tmp_path: Path, kind: str) -> None:
-    for file in source.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tensors = broken(load_file(source / "model.safetensors"), kind)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    folder = copy_of(source, tmp_path / "broken", broken(load_file(source / "model.safetensors"), kind))
     with pytest.raises(UserError, match=r"config.json must describe the weights beside it; .*mlp.experts"):
-        quantize_checkpoint(tmp_path, tmp_path / "out")
+        quantize_checkpoint(folder, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from bitsandbytes import functional
+from model_copies import copy_of
 from plain_ops import to_marlin
 from qerl_kernels import DenseWeight, FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, StackedWeight
 from qerl_kernels.reference import MXFP4Tensor, NVFP4Tensor
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tiny_families import write_checkpoint
 from torch import Tensor
 
@@ -171,9 +171,8 @@ def test_a_shared_16_bit_base_is_the_checkpoints_and_no_parameter_of_the_trainer
 
 
 def test_a_weight_in_16_bits_beside_the_same_in_4_bits_is_refused(bases: dict[str, Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(bases["nvfp4"], tmp_path / "both")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {f"{QKV[0]}.weight": torch.zeros(4, 4)}, folder / "model.safetensors")
+    tensors = load_file(bases["nvfp4"] / "model.safetensors")
+    folder = copy_of(bases["nvfp4"], tmp_path, tensors | {f"{QKV[0]}.weight": torch.zeros(4, 4)})
     for shared in (None, shared_of(bases["nvfp4"])):
         with pytest.raises(UserError, match=f"in one format, each stored once; .*: {QKV[0]}.weight; quantize"):
             load_base(folder, torch.float32, torch.device("cpu"), shared)
