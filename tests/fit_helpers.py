@@ -17,6 +17,7 @@ import pytest
 import yaml
 from lightning.pytorch import Callback, Trainer
 from safetensors.torch import save_file
+from tiny_run import quiet_trainer
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
@@ -287,18 +288,7 @@ def train(
     scores = [*rewards] or [Vowels()]
     rollout = RolloutCallback(scores, engine, group_size=2, sampling=sampling, resample_rounds=resample_rounds)
     callbacks = [rollout, AdaptiveQuantizationNoise(stages=4), *([watch] if watch else [])]
-    trainer = Trainer(
-        default_root_dir=run,
-        accelerator="cpu",
-        max_epochs=1,
-        limit_train_batches=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-        callbacks=callbacks,  # type: ignore[arg-type]
-    )
+    trainer = quiet_trainer(run, *callbacks, limit_train_batches=4, enable_checkpointing=False)
     size = 40 if resample_rounds else 8
     trainer.fit(module, datamodule=data or ArithmeticDataModule(train_size=size, batch_size=2, val_size=2))
     return module

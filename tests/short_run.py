@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from fit_helpers import Vowels
 from lightning.pytorch import Callback, Trainer
+from tiny_run import quiet_trainer
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.datamodules import ArithmeticDataModule
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.modules import LoraConfig, PolicyConfig, QeRLModule
-from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 from qerl_pl.types import SamplingConfig
 
@@ -33,16 +33,8 @@ def rollout_of(engine: TransformersEngine | None = None, **settings: Any) -> Rol
 def trainer_of(
     run: Path, *callbacks: Callback, rollout: Callback | None = None, noise: bool = True, **settings: Any
 ) -> Trainer:
-    return Trainer(
-        default_root_dir=run,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[rollout or rollout_of(), *([AdaptiveQuantizationNoise(stages=4)] * noise), *callbacks],
-        plugins=[AtomicCheckpointIO()],
-        **{"max_epochs": 1, "num_sanity_val_steps": 0} | settings,
-    )
+    aqn = [AdaptiveQuantizationNoise(stages=4)] * noise
+    return quiet_trainer(run, rollout or rollout_of(), *aqn, *callbacks, **settings)
 
 
 def data() -> ArithmeticDataModule:

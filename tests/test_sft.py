@@ -16,10 +16,11 @@ import torch
 from cli_helpers import OWN, built
 from fit_helpers import command, configuration, fit, fit_here, fit_on_ranks
 from huggingface_hub import ModelCard
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from safetensors.torch import load_file
 from short_run import rollout_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import quiet_trainer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -27,7 +28,6 @@ from qerl_pl.cli.main import main
 from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
-from qerl_pl.runtime.checkpoint_io import AtomicCheckpointIO
 
 ROOT = Path(__file__).parents[1]
 ROWS = [
@@ -44,15 +44,8 @@ def module_of(base: Path, **settings: Any) -> SFTModule:
     return SFTModule(**given | {"optimizer": lambda params: torch.optim.SGD(params, lr=0.5)} | settings)
 
 
-def trainer_of(run: Path, **settings: Any) -> Trainer:
-    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return Trainer(
-        default_root_dir=run,
-        accelerator="cpu",
-        num_sanity_val_steps=0,
-        plugins=[AtomicCheckpointIO()],
-        **{**off, "max_epochs": 1, **settings},
-    )
+def trainer_of(run: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    return quiet_trainer(run, *callbacks, **{"enable_checkpointing": False} | settings)
 
 
 def data_of(rows: list[dict[str, Any]] = ROWS, **settings: Any) -> ConversationDataModule:
@@ -151,7 +144,7 @@ def test_what_does_not_fit_sft_is_refused(tiny_policy_dir: Path, tmp_path: Path)
     with pytest.raises(UserError, match="needs a ConversationDataModule; got ArithmeticDataModule"):
         trainer_of(tmp_path).fit(module_of(tiny_policy_dir), datamodule=ArithmeticDataModule(train_size=8, val_size=2))
     with pytest.raises(UserError, match="RolloutCallback drives a QeRLModule; got a SFTModule"):
-        trainer_of(tmp_path, callbacks=rollout_of()).fit(module_of(tiny_policy_dir), datamodule=data_of())
+        trainer_of(tmp_path, rollout_of()).fit(module_of(tiny_policy_dir), datamodule=data_of())
     with pytest.raises(UserError, match="must fit the model's 4096 positions; got data.max_length 5000; lower it"):
         trainer_of(tmp_path).fit(module_of(tiny_policy_dir), datamodule=data_of(max_length=5000))
     with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):

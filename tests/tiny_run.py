@@ -64,15 +64,12 @@ class Tiny(LightningModule):
         return StatefulDataLoader(range(2), batch_size=1)
 
 
+def quiet_trainer(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
+    """A trainer of one epoch on the CPU, which prints and logs nothing, unless settings say otherwise."""
+    off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    given = {"accelerator": "cpu", "max_epochs": 1, "num_sanity_val_steps": 0, **off, **settings}
+    return Trainer(default_root_dir=folder, callbacks=[*callbacks], plugins=[AtomicCheckpointIO()], **given)
+
+
 def trainer_of(folder: Path, *callbacks: Callback, **settings: Any) -> Trainer:
-    given: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0}
-    return Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        callbacks=[*callbacks],
-        plugins=[AtomicCheckpointIO()],
-        **given | settings,
-    )
+    return quiet_trainer(folder, *callbacks, **{"limit_val_batches": 0} | settings)
