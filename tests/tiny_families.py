@@ -153,41 +153,41 @@ EXPERTS = ("qwen3-moe", "gpt-oss")
 """Mixtures of experts, which are frozen."""
 
 
+def _write_around(inner: Any, wrapped: Any, folder: Path, **options: Any) -> Path:
+    """Write a model of text and images, with the weights of a text model and the toy policy's tokenizer."""
+    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
+    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
+    wrapped.save_pretrained(folder, **options)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 def write_wrapped(text_model: Path, folder: Path) -> Path:
     """Write a model of text and images around the weights of a Gemma 3 checkpoint."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
     config = Gemma3Config(
         text_config=inner.config.to_dict(),
-        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        vision_config=VISION | {"image_size": 28, "patch_size": 14},
         mm_tokens_per_image=4,
         **{key: getattr(inner.config, key) for key in ("pad_token_id", "bos_token_id")},
         eos_token_id=[inner.config.eos_token_id, 7],
         tie_word_embeddings=inner.config.tie_word_embeddings,
     )
-    wrapped = Gemma3ForConditionalGeneration(config)
-    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
-    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
-    wrapped.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
+    return _write_around(inner, Gemma3ForConditionalGeneration(config), folder)
 
 
 def write_wrapped_gemma4(text_model: Path, folder: Path) -> Path:
     """Write a model of text and images around the weights of a Gemma 4 checkpoint."""
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     inner = AutoModelForCausalLM.from_pretrained(text_model, dtype=torch.float32)
     config = Gemma4Config(
         text_config=inner.config.to_dict(),
-        vision_config=vision | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+        vision_config=VISION | {"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
         tie_word_embeddings=inner.config.tie_word_embeddings,
     )
-    wrapped = Gemma4ForConditionalGeneration(config)
-    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
-    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
-    wrapped.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
+    return _write_around(inner, Gemma4ForConditionalGeneration(config), folder)
 
 
 def write_wrapped_qwen(text_model: Path, folder: Path) -> Path:
@@ -204,15 +204,11 @@ def write_wrapped_qwen(text_model: Path, folder: Path) -> Path:
         text_config=inner.config.to_dict(), vision_config=vision | {"out_hidden_size": inner.config.hidden_size}
     )
     config.tie_word_embeddings = inner.config.tie_word_embeddings
-    wrapped = model_class(config)
-    wrapped.model.language_model.load_state_dict(inner.model.state_dict())
-    wrapped.lm_head.load_state_dict(inner.lm_head.state_dict())
-    wrapped.save_pretrained(folder, save_original_format=not moe)
+    _write_around(inner, model_class(config), folder, save_original_format=not moe)
     stored = load_file(folder / "model.safetensors")
     own = {name: tensor for name, tensor in stored.items() if ".layers.1." in name}
     mtp = {name.replace("model.language_model.layers.1", "mtp.layers.0"): tensor for name, tensor in own.items()}
     save_file(stored | {name: t.clone() for name, t in mtp.items()}, folder / "model.safetensors", {"format": "pt"})
-    build_tokenizer().save_pretrained(folder)
     return folder
 
 
