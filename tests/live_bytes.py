@@ -2,12 +2,16 @@
 
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 
 
 class LiveBytes(TorchDispatchMode):
@@ -39,6 +43,13 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self.now -= self._held.pop(key)
+
+
+def untrained_policy(config: PretrainedConfig, folder: Path, **settings: Any) -> Policy:
+    """A policy in float32 with an adapter of rank 2, whose base, with random weights, is written to a folder."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    given = PolicyConfig(str(folder), quantization="none", dtype="float32", lora=LoraConfig(rank=2), **settings)
+    return Policy(folder, given, torch.device("cpu"), seed=1).train()
 
 
 def live_bytes_of_update(policy: Any, sequences: int, length: int) -> LiveBytes:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from live_bytes import live_bytes_of_update
+from live_bytes import live_bytes_of_update, untrained_policy
 from pages import ROOT
 from qerl_kernels import flash_attention_4, logprob
 from transformers import (
-    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     GptOssConfig,
@@ -40,8 +39,6 @@ from qerl_pl.models.memory_plan import (
     working_bytes,
 )
 from qerl_pl.models.shape import BITS, Shape
-from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.toy.tokenizer import build_tokenizer
 
 RESULTS = ROOT / "benchmarks" / "results"
 QWEN = Shape(3584, 18944, 28, 28, 3584, 512, 152064, False, False)
@@ -387,32 +384,19 @@ def test_a_batch_of_the_longest_completions_fits() -> None:
 # Tensors counted ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose MLP is the widest part."""
-    config = Qwen2Config(
-        vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=4, tie_word_embeddings=False,
-    )  # fmt: skip
-    folder = tmp_path_factory.mktemp("small")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("tile", [None, 128])
 @pytest.mark.parametrize("mode", [True, "selective", False])
 def test_a_counted_update_needs_what_is_estimated(
-    small: Path, mode: Any, tile: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mode: Any, tile: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU, whose plain norms, rotation and activation save more: the activation's result, norms in float32."""
     tokens = 2048
     monkeypatch.setattr(memory_plan, "SMS", 1)
-    config = PolicyConfig(
-        path=str(small), quantization="none", dtype="float32", lora=LoraConfig(rank=2), gradient_checkpointing=mode,
-        mlp_tile_tokens=tile,
+    config = Qwen2Config(  # the MLP is the widest part
+        vocab_size=64, hidden_size=64, intermediate_size=512, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=False,
     )  # fmt: skip
-    policy = Policy(small, config, torch.device("cpu"), seed=1).train()
+    policy = untrained_policy(config, tmp_path, gradient_checkpointing=mode, mlp_tile_tokens=tile)
     live = live_bytes_of_update(policy, 1, tokens)
     shape = Shape.of(policy.base.config)
     assert shape == Shape(64, 512, 6, 4, 64, 64, 64, False, False)
@@ -434,11 +418,7 @@ def test_scores_with_a_soft_cap_are_counted(tmp_path: Path, mode: Any, sequences
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8,
         num_key_value_heads=4, head_dim=8, max_position_embeddings=512,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    settings = PolicyConfig(
-        path=str(tmp_path), quantization="none", dtype="float32", lora=LoraConfig(rank=2), gradient_checkpointing=mode
-    )
-    policy = Policy(tmp_path, settings, torch.device("cpu"), seed=1).train()
+    policy = untrained_policy(config, tmp_path, gradient_checkpointing=mode)
     length = 512
     live = live_bytes_of_update(policy, sequences, length)
     shape, batch = Shape.of(policy.base.config), MicroBatch(length * sequences, sequences, torch.float32, mode, rank=2)
@@ -456,10 +436,7 @@ def test_inputs_of_norms_of_outputs_are_counted(tmp_path: Path) -> None:
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512}
     shapes, peaks, tokens = [], [], 512
     for config in (Qwen3Config(**sizes), Gemma3TextConfig(**sizes)):
-        folder = tmp_path / config.model_type
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        settings = PolicyConfig(path=str(folder), quantization="none", dtype="float32", lora=LoraConfig(rank=2))
-        policy = Policy(folder, settings, torch.device("cpu"), seed=1).train()
+        policy = untrained_policy(config, tmp_path / config.model_type)
         shapes.append(Shape.of(policy.base.config))
         peaks.append(live_bytes_of_update(policy, 1, tokens).peak)
     batch = MicroBatch(tokens, 1, torch.float32, False, rank=2)

@@ -1,23 +1,21 @@
 """MLPs in tiles of tokens: the numbers of plain ones, the same bits in every mode, memory of a tile."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from live_bytes import live_bytes_of_update
+from live_bytes import live_bytes_of_update, untrained_policy
 from qerl_kernels import NVFP4Weight, addend_checkpoint_contexts, without_last_addend
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import Qwen2Config
 
 from qerl_pl.errors import UserError
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy import activation_checkpointing
 from qerl_pl.policy.packed_layers import GatedMLP, tile_mlps, tiled
-from qerl_pl.toy.tokenizer import build_tokenizer
 
 LENGTHS = torch.tensor([40, 23, 57])
 MODES: tuple[Any, ...] = (True, False, "selective", "offload")
@@ -162,26 +160,15 @@ def test_tiles_that_auto_chose_are_those_that_are_set_by_hand(
         assert mlps and all(module.tile_tokens == 50 for module in mlps)
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy whose MLP is ten times as wide as its layers."""
-    config = Qwen2Config(
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_no_tensor_of_all_tokens_is_as_wide_as_the_mlp(tmp_path: Path, mode: Any) -> None:
+    config = Qwen2Config(  # the MLP is ten times as wide as its layers
         vocab_size=64, hidden_size=32, intermediate_size=320, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=False,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("wide")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("mode", [True, "selective"])
-def test_no_tensor_of_all_tokens_is_as_wide_as_the_mlp(wide: Path, mode: Any) -> None:
-    config = PolicyConfig(path=str(wide), quantization="none", dtype="float32", lora=LoraConfig(rank=2))
     row, peaks = 4 * 320 * 1024, []
     for tile in (None, 64):
-        held = dataclasses.replace(config, gradient_checkpointing=mode, mlp_tile_tokens=tile)
-        policy = Policy(wide, held, torch.device("cpu"), seed=1).train()
+        policy = untrained_policy(config, tmp_path, gradient_checkpointing=mode, mlp_tile_tokens=tile)
         live = live_bytes_of_update(policy, 1, 1024)
         assert any(size >= row for size in live.at_peak) is (tile is None)
         peaks.append(live.peak)
