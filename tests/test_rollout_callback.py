@@ -296,8 +296,8 @@ def scripted() -> tuple[RolloutCallback, QeRLModule, Any]:
     )
     engine: Any = Scripted()
     callback.engine, callback.check_every = engine, 3
-    callback._collector = Collector(config_of(resample_rounds=1), engine, Words(), DrGRPO(), seed=7)  # type: ignore
-    callback._evaluator = evaluator_of(Scripted())
+    callback.collector = Collector(config_of(resample_rounds=1), engine, Words(), DrGRPO(), seed=7)  # type: ignore
+    callback.evaluator = evaluator_of(Scripted())
     callback._launch = lambda *_: None  # type: ignore[method-assign]
     callback.setup(trainer, module, "fit")  # type: ignore[arg-type]
     module.policy, module.policy_version = Watched(), 4  # type: ignore[assignment]

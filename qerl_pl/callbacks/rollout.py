@@ -117,8 +117,6 @@ class RolloutCallback(Callback, SamplingCallback):
         self.eval_config = evaluation.evaluator(self.scorer, sampling)
         self.engine: RolloutEngine = engine if engine is not None else TransformersEngine()
         self._launched = False
-        self._collector: Collector | None = None
-        self._evaluator: Evaluator | None = None
         self._expected_lengths: dict[str, float] = {}
         self._rollouts = 0
         """Since the engine started."""
@@ -223,24 +221,14 @@ class RolloutCallback(Callback, SamplingCallback):
         is_loaded = "policy" in dict(module.named_children())
         module.shared_weights = None if is_loaded else self.engine.shared_weights()
         tokenizer, dialogues, ends = module.tokenizer, self._dialogues, end_token_ids(module.base_folder)
-        self._collector = Collector(
+        self.collector = Collector(
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
         )
-        self._collector.expected_lengths = self._expected_lengths
+        """Of training, from `setup` on."""
+        self.collector.expected_lengths = self._expected_lengths
         self._rollouts = 0
-        self._evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues, ends)
-
-    @property
-    def collector(self) -> Collector:
-        """The training collector, from `setup` to `teardown`."""
-        assert self._collector is not None, "setup comes first"
-        return self._collector
-
-    @property
-    def evaluator(self) -> Evaluator:
-        """The evaluator, from `setup` to `teardown`."""
-        assert self._evaluator is not None, "setup comes first"
-        return self._evaluator
+        self.evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues, ends)
+        """Of validation and test, from `setup` on."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Free the engine at the end of a stage (fit, validate, test); the next one launches it again."""
@@ -256,7 +244,6 @@ class RolloutCallback(Callback, SamplingCallback):
             self._pool.close()
         if self._launched:
             self._launched = False
-            self._collector = self._evaluator = None
             self.engine.close()
 
     # Training ------------------------------------------------------------------------------------------------------
