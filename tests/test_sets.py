@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import built
 from fit_helpers import Vowels, train
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from short_run import module_of, trainer_of
@@ -239,17 +238,3 @@ def test_the_best_checkpoint_of_a_module_with_sets_of_its_own(tiny_policy_dir: P
     for settings in ({}, {"num_sanity_val_steps": -1}):
         with pytest.raises(UserError, match=said):
             fit("val/easy/acuracy", **settings)
-
-
-@pytest.mark.parametrize(
-    ("given", "monitor"),
-    [
-        ([], "val/accuracy"),
-        (["--data.sets", "{hard: {path: a.jsonl}, easy: {path: b.jsonl}}"], "val/hard/accuracy"),
-        (["--data.sets", "{hard: {path: a.jsonl}}", "--best.monitor", "val/hard/pass@1"], "val/hard/pass@1"),
-        (["--data.sets", "{hard: {path: a.jsonl}}", "--best", "null"], None),
-    ],
-)
-def test_the_best_checkpoint_is_that_of_the_first_set(given: list[str], monitor: str | None) -> None:
-    best = built("fit", "-c", "quickstart", *given).best
-    assert (None if best is None else best.monitor) == monitor

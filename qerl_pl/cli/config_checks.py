@@ -20,21 +20,18 @@ from qerl_pl.callbacks import (
 )
 from qerl_pl.cli.configs import check_config
 from qerl_pl.errors import UserError, did_you_mean
-from qerl_pl.evaluation.metrics import evaluation_tag
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.runtime.import_path import load_named
 
-ACCURACY = "val/accuracy"
-"""Metric that `best` monitors by default."""
 CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
     "noise": (AdaptiveQuantizationNoise, None, "Adaptive quantization noise of the rollouts. null: no noise."),
     "best": (
         ModelCheckpoint,
         # Not step=N, the name of a checkpoint that --resume auto takes. A killed run repeats a validation and replaces
         # its checkpoint; with a version counter it would add another.
-        {"monitor": ACCURACY, "mode": "max", "filename": "best-{rollouts:.0f}", "enable_version_counter": False},
+        {"monitor": "val/accuracy", "mode": "max", "filename": "best-{rollouts:.0f}", "enable_version_counter": False},
         "Saves the checkpoint of the best validation. null saves none.",
     ),
     "checkpoint": (ResumeCheckpoint, {}, "Saves the checkpoints for --resume auto. null saves none."),
@@ -136,15 +133,7 @@ def listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def complete(config: Namespace) -> None:
-    """Set what depends on other keys."""
-    _name_defaults(config.model)
-    sets = config.data.get("init_args", Namespace()).get("sets")
-    if sets and config.best is not None and config.best.init_args.get("monitor") == ACCURACY:  # which is not logged
-        config.best.init_args.monitor = evaluation_tag("val", next(iter(sets)), "accuracy")
-
-
-def _name_defaults(model: Namespace) -> None:
+def name_defaults(model: Namespace) -> None:
     """Name the classes of the optimizer and the objective that are not set, with their arguments, for RUN/config.yaml.
 
     As the keys' own defaults, their arguments would pass to another class that a user names.

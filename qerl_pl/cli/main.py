@@ -27,9 +27,9 @@ from qerl_pl.cli.commands import COMMAND_HELP, DESCRIPTION, USAGE_ERROR, answer,
 from qerl_pl.cli.config_checks import (
     CALLBACKS,
     SFT_CALLBACKS,
-    complete,
     listed,
     module_class,
+    name_defaults,
     named_module,
     refuse_automatic,
     refuse_null,
@@ -196,7 +196,7 @@ class QeRLCLI(LightningCLI):
             )
         if self._module is QeRLModule:  # so that RUN/config.yaml is the same with and without it
             config.model.pop("class_path", None)
-        complete(config)
+        name_defaults(config.model)
         if config.data.get("init_args", {}).get("seed", 0) is None:
             config.data.init_args.seed = config.model.seed
         if config.trainer.default_root_dir is None:
