@@ -234,17 +234,29 @@ def test_other_formats_train_too(source: Path, tmp_path: Path, format: str) -> N
     assert all(0 < (a - b).abs().mean() < 2 for a, b in zip(rounded, exact, strict=True))
 
 
-def stored_as(source: Path, folder: Path, kind: str) -> Path:
-    """The checkpoint as others store it: with image encoder, under its names, with layers for speculation."""
+def stored_as(source: Path, folder: Path, kind: str, layer_part: str = "mlp.gate_proj.weight") -> Path:
+    """The checkpoint as others store it: with image encoder, under its names, with a layer's part for speculation."""
     if kind == "wrapped":
         return write_wrapped_qwen(source, folder)
     tensors = load_file(source / "model.safetensors")
     if kind == "names of the wrapped":
         tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
     else:
-        gate = tensors["model.layers.1.mlp.gate_proj.weight"]
-        tensors |= {"mtp.layers.0.mlp.gate_proj.weight": gate.clone(), "mtp.norm.weight": torch.zeros(128)}
+        part = tensors[f"model.layers.1.{layer_part}"]
+        tensors |= {f"mtp.layers.0.{layer_part}": part.clone(), "mtp.norm.weight": torch.zeros(128)}
     return copy_of(source, folder, tensors)
+
+
+def assert_the_same_text_model(folder: Path, source: Path, base: Path, out: Path) -> None:
+    """Quantize what is stored otherwise than `source`, whose 4-bit checkpoint is `base`, and compute with both."""
+    quantize_checkpoint(folder, out)
+    expected, found = load_file(base / "model.safetensors"), load_file(out / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+    assert read_config(out)["model_type"] == read_config(source)["model_type"]
+    if "text_config" not in read_config(folder):  # which 16 bits refuse
+        found, expected = (logprobs_of(policy_of(one, quantization="none"), ROWS) for one in (folder, source))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -260,17 +272,10 @@ def test_the_text_model_is_the_same_however_it_is_stored(
 ) -> None:
     folder = stored_as(source, tmp_path / "stored", kind)
     with caplog.at_level(logging.INFO, "qerl_pl.formats.quantize"):
-        quantize_checkpoint(folder, tmp_path / "base")
+        assert_the_same_text_model(folder, source, base, tmp_path / "base")
     lines = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
     assert len(lines) == (skipped is not None)
     assert skipped is None or re.search(skipped, lines[0])
-    expected, found = load_file(base / "model.safetensors"), load_file(tmp_path / "base" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
-    assert read_config(tmp_path / "base")["model_type"] == "qwen3_5_text"
-    if kind != "wrapped":  # which 16 bits refuse
-        found, expected = (logprobs_of(policy_of(one, quantization="none"), ROWS) for one in (folder, source))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
 
 
 def test_decays_and_gated_norms_stay_in_float32(source: Path, tmp_path: Path) -> None:

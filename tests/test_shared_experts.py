@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_delta_nets
 import test_families
 import torch
 from live_bytes import live_bytes_of_update
@@ -15,7 +16,7 @@ from model_copies import copy_of
 from qerl_kernels import nvfp4_global_scale, quantize_nvfp4
 from qerl_kernels.experts import GROUP_BYTES
 from safetensors.torch import load_file, save_file
-from test_delta_nets import ROWS, logprobs_of
+from test_delta_nets import ROWS, assert_the_same_text_model, logprobs_of
 from test_families import (
     every_linear,
     fixtures_of,
@@ -26,7 +27,7 @@ from test_families import (
     test_what_is_recomputed_changes_no_bit_of_a_gradient,
     triton,
 )
-from tiny_families import write_checkpoint, write_wrapped_qwen
+from tiny_families import write_checkpoint
 from transformers import AutoModelForCausalLM, Qwen3_5MoeTextConfig
 
 from qerl_pl.cli.main import main
@@ -127,14 +128,9 @@ def test_four_bits_are_those_of_every_expert_of_a_stack_and_the_rest_is_as_store
 
 def stored_as(source: Path, folder: Path, kind: str) -> Path:
     """The checkpoint as others store it."""
-    if kind == "wrapped":
-        return write_wrapped_qwen(source, folder)
-    folder.mkdir()
-    for file in source.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(source / "model.safetensors")
-    if kind == "names of the wrapped":
-        tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    if kind not in ("one by one", "shards"):
+        return test_delta_nets.stored_as(source, folder, kind, "mlp.experts.down_proj")
+    copy_of(source, folder)
     if kind == "one by one":
         loaded = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
         again = AutoModelForCausalLM.from_config(loaded.config)
@@ -142,33 +138,20 @@ def stored_as(source: Path, folder: Path, kind: str) -> Path:
         again.save_pretrained(folder)
         assert f"{MLP}.experts.5.up_proj.weight" in load_file(folder / "model.safetensors")
         return folder
-    if kind == "shards":  # a layer's stacks in two files
-        parts = [{n: t for n, t in tensors.items() if ("down_proj" in n) == other} for other in (False, True)]
-        files = {f"model-{i}.safetensors": part for i, part in enumerate(parts)}
-        for name, part in files.items():
-            save_file(part, folder / name, metadata={"format": "pt"})
-        (folder / "model.safetensors").unlink()
-        index = {"weight_map": {tensor: name for name, part in files.items() for tensor in part}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        return folder
-    if kind == "with speculation":
-        stack = tensors[f"{MLP}.experts.down_proj"]
-        tensors |= {"mtp.layers.0.mlp.experts.down_proj": stack.clone(), "mtp.norm.weight": torch.zeros(128)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = load_file(source / "model.safetensors")  # a layer's stacks in two files
+    parts = [{n: t for n, t in tensors.items() if ("down_proj" in n) == other} for other in (False, True)]
+    files = {f"model-{i}.safetensors": part for i, part in enumerate(parts)}
+    for name, part in files.items():
+        save_file(part, folder / name, metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {tensor: name for name, part in files.items() for tensor in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return folder
 
 
 @pytest.mark.parametrize("kind", ["one by one", "shards", "names of the wrapped", "with speculation", "wrapped"])
 def test_the_mixture_is_the_same_however_it_is_stored(source: Path, base: Path, tmp_path: Path, kind: str) -> None:
-    folder = stored_as(source, tmp_path / "stored", kind)
-    quantize_checkpoint(folder, tmp_path / "base")
-    expected, found = load_file(base / "model.safetensors"), load_file(tmp_path / "base" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
-    assert read_config(tmp_path / "base")["model_type"] == "qwen3_5_moe_text"
-    if kind != "wrapped":  # which 16 bits refuse
-        found, expected = (logprobs_of(policy_of(one, quantization="none"), ROWS) for one in (folder, source))
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert_the_same_text_model(stored_as(source, tmp_path / "stored", kind), source, base, tmp_path / "base")
 
 
 def broken(tensors: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
