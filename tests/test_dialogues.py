@@ -11,7 +11,8 @@ import torch
 from dialogue_helpers import TOOLS, Answering, LocalPool, Talking, end_of, expected_suffix, tokenizer_of
 
 from qerl_pl.rollout.collector import pad_completions
-from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler, EnvironmentConfig
+from qerl_pl.rollout.dialogue import EnvironmentConfig
+from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler
 from qerl_pl.toy.tokenizer import CHAT_TEMPLATE
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Tokenizer
 from qerl_pl.chat.template import SYSTEM_PROMPT, render_prompt
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.errors import UserError
-from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler, EnvironmentConfig
+from qerl_pl.rollout.dialogue import EnvironmentConfig
+from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.toy.policy import ToyConfig, build_toy_policy, demonstration_batch, game_demonstrator
 from qerl_pl.toy.task import ArithmeticTask, Problem, careful_demonstration, careless_demonstration

@@ -8,7 +8,7 @@ from qerl_pl.callbacks.resume import ResumeCheckpoint
 from qerl_pl.callbacks.rollout import EvaluationConfig, RolloutCallback
 from qerl_pl.callbacks.summary import RolloutLines, RunSummary
 from qerl_pl.errors import Preempted
-from qerl_pl.rollout.dialogue_sampler import EnvironmentConfig
+from qerl_pl.rollout.dialogue import EnvironmentConfig
 
 __all__ = [
     "AdaptiveQuantizationNoise",

@@ -25,7 +25,7 @@ from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleR
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, prompt_metrics
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.rewards import Reward, RewardFunction
-from qerl_pl.rollout.dialogue_sampler import EnvironmentConfig
+from qerl_pl.rollout.dialogue import EnvironmentConfig
 from qerl_pl.runtime.checks import ChecksFirst
 from qerl_pl.runtime.communicator import Communicator, writes_files
 from qerl_pl.runtime.files import atomic_write

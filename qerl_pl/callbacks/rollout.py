@@ -24,7 +24,8 @@ from qerl_pl.rewards import (
     with_environment_reward,
 )
 from qerl_pl.rollout.collector import Collector, CollectorConfig
-from qerl_pl.rollout.dialogue_sampler import DialogueSampler, EnvironmentConfig
+from qerl_pl.rollout.dialogue import EnvironmentConfig
+from qerl_pl.rollout.dialogue_sampler import DialogueSampler
 from qerl_pl.rollout.metrics import slowest_seconds, timed
 from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.rollout.scoring import Scorer

@@ -1,5 +1,6 @@
-"""One dialogue of the policy with an environment: tokens in, tokens out."""
+"""One dialogue of the policy with an environment, tokens in, tokens out; and the settings of environments."""
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,21 +10,63 @@ from torch import Tensor
 from qerl_pl.chat.continuation import ChatContinuation
 from qerl_pl.chat.tool_calls import MalformedCall, ToolCall, ToolFormat
 from qerl_pl.environments.contract import Opening, ToolAnswer
+from qerl_pl.environments.pool import EnvironmentPool
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.types import Completion, DialogueFacts, RolloutRequest
+
+log = logging.getLogger("qerl_pl")
 
 
 @dataclass(frozen=True)
-class DialogueLimits:
-    """Limits of a dialogue."""
+class EnvironmentConfig:
+    """Environment of each completion, which then is a dialogue.
 
-    max_tokens: int
-    """Tokens after the prompt, the environment's included."""
-    max_turns: int
-    """Sampled turns."""
+    Args:
+        factory: A class that keeps to TRL's contract, or a function from a row to such an object, by name
+            (`my_games.Guess`, `my_games.py:Guess`) or as `{class_path: ..., init_args: ...}`. `sampling.max_tokens`
+            then bounds the tokens after the prompt, the environment's included. null samples one turn.
+        weight: Weight of the environment's own reward (`get_reward`), named `environment`. `rewards` may then be empty.
+        tool_format: How the policy writes tool calls: `hermes` (also Qwen 2.5 and 3), `llama3_json`, or a regular
+            expression with the group `name`, and `arguments` (JSON) or a group for each argument. auto chooses by the
+            chat template.
+        max_turns: Most turns of a dialogue.
+        max_turn_tokens: Most tokens of a turn; null takes what is left of the dialogue.
+        max_tool_response_tokens: Limit of tokens of an environment's answer, longer ones are cut; null does not cut.
+        tool_time_limit: Seconds after which a tool, a step, `reset` or `get_reward` is ended.
+        tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
+            not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
+        workers: Most environments that are open at once, each in its process.
+        variables: Names of variables that environments' processes get, such as that of an API key. They inherit few
+            others, and no tokens.
+
+    Raises:
+        UserError: A limit is too small.
+    """
+
+    tool_format: str = "auto"
+    max_turns: int = 8
     max_turn_tokens: int | None = None
-    """Tokens of a turn; None for what is left of the dialogue."""
-    max_tool_response_tokens: int | None = None
-    """Tokens of an answer's own text, which is cut there."""
+    max_tool_response_tokens: int | None = 256
+    tool_wait: float = 10.0
+    workers: int = 256
+    factory: str | dict[str, Any] | Callable[..., Any] | None = None
+    weight: float = 1.0
+    tool_time_limit: float = 30.0
+    variables: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        limits = ("max_turns", "max_turn_tokens", "workers", "max_tool_response_tokens")
+        require_at_least(1, {f"rollout.environment.{name}": getattr(self, name) for name in limits})
+        if not self.tool_wait >= 0:
+            raise UserError(f"rollout.environment.tool_wait is seconds from 0; got {self.tool_wait}; set it to 10, say")
+
+    def pool(self) -> EnvironmentPool | None:
+        """Where the environments are opened; None without a factory, with a warning of settings that need one."""
+        if self.factory is None:
+            if self != EnvironmentConfig():
+                log.warning("rollout.environment has no effect without its factory")
+            return None
+        return EnvironmentPool(self.factory, self.tool_time_limit, self.workers, variables=self.variables or ())
 
 
 class Dialogue:
@@ -38,7 +81,8 @@ class Dialogue:
         opening: What the environment's reset gave.
         continuation: Renders what follows a turn.
         parse: Finds the tool calls of a turn.
-        limits: Of turns and tokens.
+        config: Of the environment, with limits of turns and tokens.
+        max_tokens: Most tokens after the prompt, the environment's included.
         seed_of: Seed of each turn, by its number from 0.
     """
 
@@ -48,12 +92,14 @@ class Dialogue:
         opening: Opening,
         continuation: ChatContinuation,
         parse: ToolFormat | None,
-        limits: DialogueLimits,
+        config: EnvironmentConfig,
+        max_tokens: int,
         seed_of: Callable[[int], int],
     ) -> None:
         self.prompt_ids = tuple(prompt_ids)
         self.opening = opening
-        self.limits = limits
+        self.config = config
+        self.max_tokens = max_tokens
         self._continuation = continuation
         self._parse = parse
         self._seed_of = seed_of
@@ -70,8 +116,8 @@ class Dialogue:
 
     def request(self) -> RolloutRequest:
         """The next turn: a prompt of all tokens so far."""
-        left = self.limits.max_tokens - len(self._ids)
-        limit = left if self.limits.max_turn_tokens is None else min(left, self.limits.max_turn_tokens)
+        left = self.max_tokens - len(self._ids)
+        limit = left if self.config.max_turn_tokens is None else min(left, self.config.max_turn_tokens)
         return RolloutRequest(self.prompt_ids + tuple(self._ids), (self._seed_of(self._turns),), limit)
 
     def end_before_first_turn(self) -> None:
@@ -127,11 +173,11 @@ class Dialogue:
         self._calls += len(answers)
         self._failed += sum(answer.failed for answer in answers)
         self._seconds += sum(answer.seconds for answer in answers)
-        if self._turns >= self.limits.max_turns or any(answer.done for answer in answers):
+        if self._turns >= self.config.max_turns or any(answer.done for answer in answers):
             return False
-        limit = self.limits.max_tool_response_tokens
+        limit = self.config.max_tool_response_tokens
         suffix = self._continuation.suffix(self._turn, messages, self.opening.tools, limit)
-        if len(self._ids) + len(suffix) >= self.limits.max_tokens:
+        if len(self._ids) + len(suffix) >= self.max_tokens:
             self.truncated = True
             return False
         self._ids += suffix

@@ -3,9 +3,10 @@
 import logging
 import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,64 +17,11 @@ from qerl_pl.chat.tool_calls import MalformedCall, ToolCall, ToolFormat, tool_fo
 from qerl_pl.engines.base import RequestSource, RolloutEngine, generate_from
 from qerl_pl.environments.contract import Opening, ToolAnswer
 from qerl_pl.environments.pool import EnvironmentPool, Session, answered, remedy_of
-from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.rollout.dialogue import Dialogue, DialogueLimits
+from qerl_pl.rollout.dialogue import Dialogue, EnvironmentConfig
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 log = logging.getLogger("qerl_pl")
-
-
-@dataclass(frozen=True)
-class EnvironmentConfig:
-    """Environment of each completion, which then is a dialogue.
-
-    Args:
-        factory: A class that keeps to TRL's contract, or a function from a row to such an object, by name
-            (`my_games.Guess`, `my_games.py:Guess`) or as `{class_path: ..., init_args: ...}`. `sampling.max_tokens`
-            then bounds the tokens after the prompt, the environment's included. null samples one turn.
-        weight: Weight of the environment's own reward (`get_reward`), named `environment`. `rewards` may then be empty.
-        tool_format: How the policy writes tool calls: `hermes` (also Qwen 2.5 and 3), `llama3_json`, or a regular
-            expression with the group `name`, and `arguments` (JSON) or a group for each argument. auto chooses by the
-            chat template.
-        max_turns: Most turns of a dialogue.
-        max_turn_tokens: Most tokens of a turn; null takes what is left of the dialogue.
-        max_tool_response_tokens: Limit of tokens of an environment's answer, longer ones are cut; null does not cut.
-        tool_time_limit: Seconds after which a tool, a step, `reset` or `get_reward` is ended.
-        tool_wait: Seconds for which an engine that samples in rounds (TransformersEngine) waits for tools that have
-            not answered, before it goes on with the dialogues whose tools have. vLLM goes on at once.
-        workers: Most environments that are open at once, each in its process.
-        variables: Names of variables that environments' processes get, such as that of an API key. They inherit few
-            others, and no tokens.
-
-    Raises:
-        UserError: A limit is too small.
-    """
-
-    tool_format: str = "auto"
-    max_turns: int = 8
-    max_turn_tokens: int | None = None
-    max_tool_response_tokens: int | None = 256
-    tool_wait: float = 10.0
-    workers: int = 256
-    factory: str | dict[str, Any] | Callable[..., Any] | None = None
-    weight: float = 1.0
-    tool_time_limit: float = 30.0
-    variables: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        limits = ("max_turns", "max_turn_tokens", "workers", "max_tool_response_tokens")
-        require_at_least(1, {f"rollout.environment.{name}": getattr(self, name) for name in limits})
-        if not self.tool_wait >= 0:
-            raise UserError(f"rollout.environment.tool_wait is seconds from 0; got {self.tool_wait}; set it to 10, say")
-
-    def pool(self) -> EnvironmentPool | None:
-        """Where the environments are opened; None without a factory, with a warning of settings that need one."""
-        if self.factory is None:
-            if self != EnvironmentConfig():
-                log.warning("rollout.environment has no effect without its factory")
-            return None
-        return EnvironmentPool(self.factory, self.tool_time_limit, self.workers, variables=self.variables or ())
 
 
 @dataclass(frozen=True)
@@ -158,15 +106,11 @@ class DialogueSampler:
         prompt = job.prompt
         chat = prompt.text if prompt.messages is None else prompt.messages
         ids = self.continuation.prompt(chat, opening.tools, opening.observation)
-        config = self.config
-        limits = DialogueLimits(
-            sampling.max_tokens, config.max_turns, config.max_turn_tokens, config.max_tool_response_tokens
-        )
         parse = None if opening.steps else self._parse
-        name = (*stream, prompt.id, job.sample)
+        seed_of = partial(stream_seed, *stream, prompt.id, job.sample)
         too_long = len(ids) > self.max_prompt_tokens
         shown = prompt.token_ids if too_long else ids  # rows have at most max_prompt_tokens
-        dialogue = Dialogue(shown, opening, self.continuation, parse, limits, lambda turn: stream_seed(*name, turn))
+        dialogue = Dialogue(shown, opening, self.continuation, parse, self.config, sampling.max_tokens, seed_of)
         if too_long:
             self._too_long.append(len(ids))
             dialogue.end_before_first_turn()
