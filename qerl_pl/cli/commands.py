@@ -144,20 +144,7 @@ def _completions(args: Sequence[str]) -> None:
     parser.add_argument("run", type=Path, help="The run's folder, or its completions.jsonl.")
     parser.add_argument("dst", nargs="?", type=Path, help="File to write. By default completions.html beside it.")
     given = parser.parse_args(args)
-    write_completions(given.run, given.dst)
-
-
-def write_completions(run: Path, dst: Path | None) -> None:
-    """Write the page and print where it is.
-
-    Args:
-        run: The run's folder, or its completions.jsonl.
-        dst: File to write; by default completions.html beside completions.jsonl. An older one is replaced.
-
-    Raises:
-        UserError: The run has logged no completions.
-    """
-    source = run if run.is_file() else run / "completions.jsonl"
+    source = given.run if given.run.is_file() else given.run / "completions.jsonl"
     records = _records(source)
     versions = sorted({record["version"] for record in records})
     every = -(-len(records) // MAX_COMPLETIONS)
@@ -168,7 +155,7 @@ def write_completions(run: Path, dst: Path | None) -> None:
         about += f", one of each {every} of {len(versions)}"
     # In a script element "</script>" and "<!--" would end the data.
     data = json.dumps({"about": about, "records": records}).replace("<", "\\u003c")
-    dst = source.with_suffix(".html") if dst is None else dst
+    dst = source.with_suffix(".html") if given.dst is None else given.dst
     atomic_write(dst, COMPLETIONS_PAGE.read_text(encoding="utf-8").replace("DATA", data, 1).encode())
     print(f"wrote {about} to {dst}")
 

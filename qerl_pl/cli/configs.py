@@ -54,10 +54,8 @@ def check_config(value: str) -> str | None:
         UserError: No file and no configuration has the name, or the file is no mapping of keys in YAML.
     """
     path = config_path(value)
-    return _check_keys(path) if Path(path).is_file() else None
-
-
-def _check_keys(path: str) -> str | None:
+    if not Path(path).is_file():
+        return None
     try:
         root = yaml.compose(Path(path).read_text(encoding="utf-8"), yaml.SafeLoader)
     except (UnicodeDecodeError, yaml.YAMLError) as error:
