@@ -1,15 +1,17 @@
 """The collector on an engine that says what the test makes it say: no model, no trainer."""
 
 import math
+import random
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 import torch
-from scripted import PROMPTS, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
+from scripted import PROMPTS, SAMPLING, Even, Long, Scripted, Watched, Words, config_of, evaluator_of, nobody, own, said
 
 from qerl_pl.algorithm import GRPO, DrGRPO
 from qerl_pl.errors import UserError
+from qerl_pl.rewards import OverlongPenalty
 from qerl_pl.rollout.collector import Collector, pad_completions, require_finite_logprobs
 from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.seeds import stream_seed
@@ -321,3 +323,51 @@ def test_a_group_with_equal_totals_has_a_signal_where_each_reward_is_normalized_
     assert 0 < sum(mixed) < 30 and [record.trained for record in found.records[::4]] == signal
     assert found.metrics["completions/groups_without_signal_frac"] == signal.count(False) / 30
     assert len(found) == 4 * sum(signal) and found.advantages.ne(0).all()
+
+
+def test_half_a_reward_is_not_right() -> None:
+    class Half(Even):
+        def __call__(self, samples: Any) -> list[float]:
+            return [0.5] * len(samples)
+
+    (found,) = evaluator_of(Scripted(), rewards=[Half()]).evaluate(PROMPTS[:1], Watched().weights(5)).prompts
+    assert [one.correct for one in (found.greedy, *found.samples)] == [False] * 4
+
+
+def test_a_held_out_answer_without_a_grade_is_not_right() -> None:
+    class Ungraded(Even):
+        def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
+            return [None] * len(samples)
+
+    rewards = [Ungraded(), Long()]
+    (found,) = evaluator_of(Scripted(), rewards=rewards).evaluate(PROMPTS[:1], Watched().weights(5)).prompts
+    assert [one.correct for one in (found.greedy, *found.samples)] == [False] * 4
+
+
+def test_the_mean_of_a_reward_is_over_the_completions_that_it_applies_to() -> None:
+    class Some(Even):
+        """None for all but the first completion."""
+
+        def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
+            return [1.0, *[None] * (len(samples) - 1)]
+
+    metrics = collector_of(Scripted(), rewards=[Some()]).collect(PROMPTS[:2], 4, nobody).metrics
+    assert metrics["reward/even"] == metrics["reward/mean"] == 1
+
+
+def test_the_overlong_penalty_takes_the_limit_of_sampling() -> None:
+    penalty = OverlongPenalty()
+    config_of(rewards=[Even(), penalty])
+    assert penalty.max_length == SAMPLING.max_tokens
+
+
+def test_rewards_that_draw_in_an_evaluation_leave_the_draws_of_training() -> None:
+    class Drawing(Even):
+        def __call__(self, samples: Any) -> list[float]:
+            random.random()
+            torch.rand(1)
+            return super().__call__(samples)
+
+    before = random.getstate(), torch.get_rng_state()
+    evaluator_of(Scripted(), rewards=[Drawing()]).evaluate(PROMPTS[:1], Watched().weights(5))
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])

@@ -353,14 +353,16 @@ def test_many_rows_are_cached_and_lie_in_tensors(tiny_policy_dir: Path, tmp_path
     few = read(rows[:-1])  # too few for the cache
     held_out = {row.id for row in first._val}
     expected = {row.id: row.fingerprint() for row in (*few._train, *few._val)}
-    assert all(expected.get(row.id, row.fingerprint()) == row.fingerprint() for row in (*first._train, *first._val))
+    found = {row.id: row.fingerprint() for row in (*first._train, *first._val)}
+    assert expected.items() <= found.items() and len(expected) == len(found) - 1
     assert [row.id for row in first._val] == sorted(held_out, key=lambda id: (len(id), id))
     assert [row.id for row in first._train] == [f"training-{n}" for n in range(1000) if f"training-{n}" not in held_out]
     for row in first._train:  # five bytes a token, not forty-four
         assert (row.token_ids.dtype, row.trained.dtype) == (torch.int32, torch.bool)
     short = read(rows, max_length=150)  # of the same cache
     read(rows, system_prompt=None), read(rows, completion_only_loss=False), read([*rows[1:], rows[1]])
-    assert len(short._train) < len(first._train) and len([*tmp_path.glob("conversations-*")]) == 4
+    read(rows, assistant_only_loss=True)
+    assert len(short._train) < len(first._train) and len([*tmp_path.glob("conversations-*")]) == 5
 
 
 def answers(prompt: str, *texts: str) -> list[dict[str, Any]]:

@@ -209,3 +209,9 @@ def test_a_run_is_checked_and_set_up_once_and_offers_the_tools_of_its_environmen
         else:
             getattr(trainer, stage)(module, data)
     assert found == calls and data.tools == [Offers.tool]
+
+
+def test_a_restored_sampler_goes_on_once() -> None:
+    sampler = PromptSampler(10, 2, seed=0)
+    sampler.load_state_dict({"epoch": 0, "yielded": 4})
+    assert [len([*sampler]) for _ in range(2)] == [6, 10]

@@ -274,3 +274,12 @@ def test_the_page_shows_what_the_command_prints(qwen3_8b: Path, capsys: pytest.C
     assert main(["fit", "--dry-run", "-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]) == 0
     (shown,) = re.findall(r"```text\n(memory that .*?)```", (pages.ROOT / "docs" / "memory.md").read_text(), re.DOTALL)
     assert capsys.readouterr().out == shown
+
+
+def test_a_supervised_step_is_of_a_batch_of_the_longest_conversations(
+    capsys: pytest.CaptureFixture[str], qwen3_8b: Path
+) -> None:
+    words = ["-c", "sft", "--model.policy.path", str(qwen3_8b), "--model.micro_batch_tokens=null"]
+    tables = [run(capsys, *words, f"--data.batch_size={size}") for size in (1, 4)]
+    one, four = (float(table["layer inputs and products"][1]) for table in tables)
+    assert 0 < four == pytest.approx(4 * one, rel=0.01)

@@ -100,8 +100,8 @@ def test_all_linear_adapts_what_it_does_in_peft(name: str, tmp_path: Path) -> No
     assert spec == PolicyConfig(path=str(tmp_path)).lora_spec and spec is not None
     adaptable = {target.rpartition(".")[2] for target in adapted.targeted_module_names}
     assert adaptable - {"shared_expert_gate"} == set(spec.targets)  # whose weight has a single row
-    factors = {name: p.numel() for name, p in adapted.named_parameters() if ".lora_" in name}
-    own = [size for name, size in factors.items() if ".experts." not in name and "expert_gate" not in name]
+    factors = {name.partition(".lora_"): p.numel() for name, p in adapted.named_parameters()}
+    own = [size for (name, factor, _), size in factors.items() if factor and name.rpartition(".")[2] in spec.targets]
     assert Shape.of(config).adapter_weights(8, spec.targets) == sum(own)  # of PEFT's rank
 
 

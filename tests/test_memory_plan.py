@@ -444,3 +444,10 @@ def test_inputs_of_norms_of_outputs_are_counted(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] >= counted - without == 4 * 2 * 4 * 128 * tokens
     selective = replace(batch, checkpointing="selective")  # which saves the product of the last linear, too
     assert saved_bytes(shapes[1], selective) - saved_bytes(shapes[0], selective) == 4 * 4 * 128 * tokens
+
+
+def test_tiles_add_up_the_gradients_of_three_whole_weights() -> None:
+    batch = MicroBatch(4096, dtype=torch.bfloat16, mlp_tile_tokens=1024)
+    whole, adapter = (working_bytes(QWEN, replace(batch, full_finetuning=full))["MLP"] for full in (True, False))
+    largest = max(rows * columns for rows, columns in QWEN.linears.values())
+    assert whole - adapter == largest * (2 + 6 * 4)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from qerl_pl.rollout.parity_check import (
     measure_logprob_parity,
     require_logprob_parity,
 )
-from qerl_pl.types import Prompt, RolloutRequest, SamplingConfig
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 PROMPTS = [Prompt("p0", (10,), "question 0", "0"), Prompt("p1", (10, 11), "question 1", "1")]
 
@@ -194,3 +195,23 @@ def test_a_whole_policys_probe_may_be_rounded_more_than_the_policy_itself() -> N
             return super().generate(requests, sampling)
 
     check_logprob_parity(Rough(), Whole(), PROMPTS, 3, 7, 2, 0.05)  # 0.1 is below half of the effect, 0.25
+
+
+def test_differences_and_effects_of_both_signs_do_not_cancel() -> None:
+    class Wavering(Scripted):
+        def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
+            return [
+                [replace(one, logprobs=tuple(value + 0.5 - number % 2 for value in one.logprobs)) for one in group]
+                for number, group in enumerate(super().generate(requests, sampling))
+            ]
+
+    class Mixed(Watched):
+        def token_values(self, *sequences: Any, reference: bool, routing: None) -> Any:
+            values, *others = super().token_values(*sequences, reference=reference, routing=routing)
+            values[1] += 0.0 if reference else 0.5
+            return values, *others
+
+    alike = PROMPTS[1], replace(PROMPTS[1], id="again")  # as many tokens with each sign
+    parity = measure_logprob_parity(Wavering(), Watched(), alike, 3, 50)
+    assert (parity.adapter_on, parity.adapter_off) == (pytest.approx(0.5), pytest.approx(0.5))
+    assert measure_logprob_parity(Scripted(), Mixed(), alike, 3, 50).adapter_effect == pytest.approx(0.25)

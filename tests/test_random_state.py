@@ -226,3 +226,22 @@ def test_streams_go_by_their_names_types_and_order() -> None:
     assert len(others | {stream_seed(3, "rollout", 0)}) == 5
     assert all(0 <= stream_seed(index) < 2**63 for index in range(100))
     assert max(stream_seed(index) for index in range(100)) > 2**62
+
+
+def test_the_second_of_two_gaussians_is_restored_too() -> None:
+    _ = random.gauss(), np.random.randn()  # both generators keep a second number
+    state = random_state()
+    expected = random.gauss(), np.random.randn()
+    _ = random.gauss(), np.random.randn()
+    set_random_state(state)
+    assert (random.gauss(), np.random.randn()) == expected
+
+
+def test_a_users_warnings_are_warnings_again_behind_the_block() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with deterministic():
+            pass
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -12,7 +12,7 @@ from fit_helpers import Vowels
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback
 from rank_helpers import on_ranks
-from scripted import PROMPTS, SAMPLING, Scripted, Watched, Words, config_of, evaluator_of
+from scripted import PROMPTS, SAMPLING, Even, Scripted, Watched, Words, config_of, evaluator_of
 from short_run import data, module_of, rollout_of, trainer_of
 
 from qerl_pl.algorithm import DrGRPO, NoiseSchedule, NormNoise, OnPolicyDistillation
@@ -485,3 +485,22 @@ def test_other_modules_and_data_are_refused(callback: Callback, tmp_path: Path) 
         for without in (trainer, SimpleNamespace()):
             with pytest.raises(UserError, match="need a PromptDataModule; got NoneType;"):
                 callback.setup(without, module_of(Path("nowhere")), "fit")  # type: ignore[arg-type]
+
+
+def test_a_new_engine_is_checked_from_its_first_rollout_on(tmp_path: Path) -> None:
+    engine: Any = SimpleNamespace(launch=lambda spec: None, shared_weights=lambda: None)
+    (tmp_path / "config.json").write_text("{}")
+    callback, module = rollout_of(engine), module_of(Path("nowhere"))
+    module.base_folder, module.tokenizer = tmp_path, Words()  # type: ignore[misc, assignment]
+    callback._rollouts = 7  # of an earlier engine
+    callback.setup(trainer_with(SimpleNamespace(root_device=torch.device("cpu"))), module, "fit")
+    assert callback._rollouts == 0
+    callback.load_state_dict({"expected_lengths": {"p0": 12.0}})
+    assert callback.collector.expected_lengths == {"p0": 12.0} == callback.state_dict()["expected_lengths"]
+
+
+@pytest.mark.parametrize(("training", "held_out"), [(8, 32), (32, 8)])
+def test_the_engine_has_room_for_the_longer_completions(training: int, held_out: int) -> None:
+    evaluation = EvaluationConfig(sampling=EvalSampling(max_tokens=held_out))
+    callback = RolloutCallback([Even()], sampling=SamplingConfig(max_tokens=training), evaluation=evaluation)
+    assert callback.longest(SimpleNamespace(max_prompt_tokens=100)) == 132  # type: ignore[arg-type]

@@ -546,3 +546,13 @@ def test_fewer_completions_are_divided_evenly_and_steps_without_any_change_nothi
     assert same == (rows == 0)
     assert metrics["optim/lr"] == pytest.approx(0.01)
     assert torch.tensor(metrics["policy/kl"]).isnan() == (rows == 0)
+
+
+def test_with_dropout_the_ratio_is_to_the_policy_without_it() -> None:
+    class Dropping(FourNumbers):
+        def token_values(self, *sequences: Any) -> Any:
+            values = super().token_values(*sequences)
+            return values._replace(logprobs=values.logprobs - 0.1) if self.training else values
+
+    metrics = updated(Dropping(random=True), PolicyUpdate(GRPO(), 1, 1, None, 1.0, 0.0, SEED), experience_of())
+    assert metrics["policy/ratio_mean"] == pytest.approx(0.9048374)  # exp(-0.1)
