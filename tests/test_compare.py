@@ -59,6 +59,7 @@ def test_questions_are_paired_by_their_ids(tmp_path: Path, capsys: pytest.Captur
     ]
     assert "2 questions are in one of the evaluations only" in text
     assert rows(compare(b, a))[0][4:] == ["-0.500", "-1.066 to +0.066"]
+    assert rows(compare(a, a))[0][4:] == ["+0.000", "–"]
 
 
 def test_sets_ranks_cut_lines_and_repeated_ones(tmp_path: Path) -> None:

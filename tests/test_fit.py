@@ -240,6 +240,13 @@ def test_what_lightnings_own_trainer_has_saved_is_exported(
     assert equal(trained, {name: tensor.cpu() for name, tensor in module.policy.trained_state().items()})
     assert main(["export", str(tiny_policy_dir), str(tmp_path / "none")]) == 2
     assert re.search(f"needs a checkpoint; {tiny_policy_dir} has none; .* --checkpoint", capsys.readouterr().err)
+    shutil.copytree(tmp_path / "run", tmp_path / "another")  # a folder of several runs is none of them
+    assert main(["export", str(tmp_path), str(tmp_path / "none")]) == 2
+    assert re.search(r"takes one run; .* has checkpoints in 2 folders, .*; name the run", capsys.readouterr().err)
+    (other := tmp_path / "alone" / "old.ckpt").parent.mkdir()
+    torch.save({"qerl": {"trained": {}}}, other)  # not of today's keys
+    assert main(["export", str(other.parent), str(tmp_path / "none")]) == 2
+    assert re.search("of this version; .*old.ckpt does not count its rollouts; name another", capsys.readouterr().err)
 
 
 def test_a_run_of_truncated_completions_that_is_validated_in_part_claims_no_means(

@@ -56,7 +56,7 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
         r"data does not take nowhere.Data \(No module named 'nowhere'\); corr",
     ),
     "reward": ({"rollout": {"rewards": {"a": "qerl_pl.rewards.X"}}}, "reward is a class .*'qerl_pl.rewards.X'"),
-    "null for a number": ({"model": {"warmup_ratio": None}}, "model.warmup_ratio does not take null; correct it"),
+    "null for a number": ({"model": {"warmup_ratio": None}}, "model.warmup_ratio does not take null; give a number"),
     "null for a group": ({"model": {"policy": {"lora": None}}}, "model.policy.lora is a mapping of keys; got None"),
     "no path": ("--data TableDataModule", "^qerl: data.path needs a value; got none; set it; see qerl fit"),
     "off": ("--noise off", "noise does not take False; "),
@@ -67,11 +67,11 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
         "--model.policy.quantization int8",
         "quantization must be one of nvfp4, .*, none, .*; got 'int8'; choose",
     ),
-    "rate": ("--model.optimizer.init_args.lr fast", "model.optimizer.lr does not take fast; correct it; see"),
-    "number of a class": ("--model.objective.correction.cap x", "correction.cap does not take x; corr"),
+    "rate": ("--model.optimizer.init_args.lr fast", "model.optimizer.lr does not take fast; give a number; see"),
+    "number of a class": ("--model.objective.correction.cap x", "correction.cap does not take x; give a number"),
     "number in a file": (
         {"data": of("TableDataModule", path="x", sets={"easy": {"path": "y", "limit": "many"}})},
-        "data.sets.limit does not take many; correct it; see",
+        "data.sets.limit does not take many; give an integer; see",
     ),
     "no YAML for a group": ("--rollout.sampling {a:[", r"rollout.sampling.*\{a:\["),
     "callback's own": (

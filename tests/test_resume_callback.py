@@ -22,7 +22,6 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted
-from qerl_pl.cli.config_checks import ACCURACY
 from qerl_pl.cli.main import CALLBACKS
 from qerl_pl.errors import UserError
 from qerl_pl.runtime.checkpoint_io import newest_checkpoint
@@ -369,7 +368,7 @@ class Scores(Tiny):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        self.log_dict({ACCURACY: -float(self.weight), "rollouts": float(self.trainer.global_step)})
+        self.log_dict({"val/accuracy": -float(self.weight), "rollouts": float(self.trainer.global_step)})
 
 
 def scored(folder: Path, *, every: int, steps: int, resume: str | None = None) -> list[str]:
@@ -433,7 +432,7 @@ class Marked(Tiny):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         steps = self.trainer.global_step
-        self.log_dict({ACCURACY: (0.5, 0.6, 0.9, 0.8, 0.7, 0.6)[steps // 6 - 1], "rollouts": float(steps)})
+        self.log_dict({"val/accuracy": (0.5, 0.6, 0.9, 0.8, 0.7, 0.6)[steps // 6 - 1], "rollouts": float(steps)})
 
 
 class Marks:
@@ -442,7 +441,7 @@ class Marks:
     def __init__(self, folder: Path, patience: int = 2) -> None:
         kind, settings, _ = CALLBACKS["best"]
         self.folder = folder
-        self.stop = EarlyStopping(ACCURACY, mode="max", patience=patience)
+        self.stop = EarlyStopping("val/accuracy", mode="max", patience=patience)
         best = kind(dirpath=folder / "checkpoints", **settings or {})
         given = {"max_epochs": 6, "limit_val_batches": 1}
         self.trainer = trainer_of(folder, self.stop, ResumeCheckpoint(3, 99), best, **given)
@@ -491,7 +490,7 @@ def test_stopped_at_the_end_of_its_best_epoch_a_run_keeps_that(tmp_path: Path, e
 def test_a_run_that_early_stopping_has_ended_only_ends_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert len(Marks(tmp_path).fit()) == 35
     assert Marks(tmp_path).fit(resume="step=30.ckpt") == []
-    assert f"EarlyStopping by {ACCURACY} has ended this run: to go on, leave it out" in caplog.text
+    assert "EarlyStopping by val/accuracy has ended this run: to go on, leave it out" in caplog.text
     on = Marks(tmp_path)
     on.trainer.callbacks.remove(on.stop)  # type: ignore[attr-defined]
     assert on.fit(resume="step=30.ckpt") == EPOCH

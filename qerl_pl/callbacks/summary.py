@@ -78,7 +78,8 @@ class RolloutLines(ProgressBar):
         step, planned, metrics = pl_module.policy_version, pl_module.planned_batches(), trainer.callback_metrics
         if isinstance(pl_module, QeRLModule):
             reward, entropy, length = (float(metrics[tag]) for tag in PROGRESS_BAR)
-            line = f"rollout {step}/{planned}: reward {reward:.3f}, entropy {entropy:.3f}, length {length:.0f} tokens"
+            nats = "-" if math.isnan(entropy) else f"{entropy:.3f}"  # of no completion that is trained
+            line = f"rollout {step}/{planned}: reward {reward:.3f}, entropy {nats}, length {length:.0f} tokens"
         elif step == planned or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
             line = f"step {step}/{planned}: loss {float(metrics['optim/loss']):.3f}"
         else:

@@ -39,7 +39,8 @@ def compare(first: Path, second: Path) -> str:
                 mean, low, high = paired_interval(values[:, 1] - values[:, 0])
                 label = f"{name}, {kind}" if name else kind
                 before, after = values.mean(axis=0)
-                cells = f"{len(values)} | {before:.3f} | {after:.3f} | {mean:+.3f} | {low:+.3f} to {high:+.3f}"
+                interval = f"{low:+.3f} to {high:+.3f}" if low < high else "–"  # of equal differences there is none
+                cells = f"{len(values)} | {before:.3f} | {after:.3f} | {mean:+.3f} | {interval}"
                 rows.append(f"| {label} | {cells} |")
     if len(rows) == 2:
         raise UserError(

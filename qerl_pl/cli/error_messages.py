@@ -37,6 +37,9 @@ _REQUIRED = re.compile(r"arguments are required: (?:fit\.|validate\.|test\.)?(\w
 _CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 
+_EXPECTED = re.compile(r"Expected a <class '(int|float|bool)'>")
+_KINDS = {"int": "give an integer", "float": "give a number", "bool": "give true or false"}
+
 
 def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
     """The message for a user error; None for any other error, which keeps its traceback."""
@@ -102,7 +105,9 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
         return textwrap.shorten(message.replace("  - ", ""), 250, placeholder=" ...")
     given = "null" if value[1] == "None" else re.sub(r"NestedArg\(key='([\w.]+)', val='?(.*?)'?\)", r"\1=\2", value[1])
     reason = f" ({cause})" if isinstance(cause, _IMPORTING) else ""
-    meant = did_you_mean(given.rpartition(".")[2], _CLASSES).strip() or "correct it"
+    kinds = {*_EXPECTED.findall(message, message.rfind("Parser key"))}
+    remedy = _KINDS[kinds.pop()] if len(kinds) == 1 else "correct it"
+    meant = did_you_mean(given.rpartition(".")[2], _CLASSES).strip() or remedy
     return f"{place} does not take {given:.80}{reason}; {meant}"
 
 

@@ -120,7 +120,15 @@ def export(
         base: Folder of the run's base model, if it has been moved.
     """
     require_absent(dst)
-    path = checkpoint or newest_checkpoint(run) or max(run.rglob("*.ckpt"), key=finished_rollouts, default=None)
+    path = checkpoint or newest_checkpoint(run)
+    if path is None:
+        found = [*run.rglob("*.ckpt")]
+        if len(folders := sorted({str(one.parent) for one in found})) > 1:
+            raise UserError(
+                f"export takes one run; {run} has checkpoints in {len(folders)} folders, {', '.join(folders[:3])}; "
+                "name the run, or a checkpoint with --checkpoint"
+            )
+        path = max(found, key=finished_rollouts, default=None)
     if path is None:
         raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
     state = load_saved(path)[CHECKPOINT_KEY]

@@ -149,7 +149,10 @@ def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
 
 def finished_rollouts(path: Path) -> int:
     """Number of rollouts that a checkpoint's run had finished; raises as `load_saved` does."""
-    return int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"])
+    state = load_saved(path, "meta")[CHECKPOINT_KEY]
+    if "policy_version" not in state:
+        raise UserError(f"a checkpoint must be of this version; {path} does not count its rollouts; name another")
+    return int(state["policy_version"])
 
 
 KEPT = {
