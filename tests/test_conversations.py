@@ -245,10 +245,14 @@ def rows_of(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{number} and 1 is", "completion": f" {number + 1}"} for number in range(count)]
 
 
-def test_rows_are_held_out_and_come_once_an_epoch(tiny_policy_dir: Path, tmp_path: Path) -> None:
+def test_rows_are_held_out_and_come_once_an_epoch(
+    tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "qerl_pl")
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(11)))
     data = ConversationDataModule(str(tmp_path), batch_size=2, val_size=3, tokenizer=str(tiny_policy_dir))
     data.setup("fit")
+    assert "11 training and validation conversations; 0 longer" in caplog.text
     held_out = [conversation.id for batch in data.val_dataloader() for conversation in batch.conversations]
     batches = [[conversation.id for conversation in batch.conversations] for batch in data.train_dataloader()]
     assert [len(batch) for batch in batches] == [2] * 4 and data.batches_per_epoch == 4 and len(held_out) == 3

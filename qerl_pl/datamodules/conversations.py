@@ -160,7 +160,7 @@ class ConversationDataModule(ResumableDataModule):
         held_out = self.val_size if val_rows is None else 0
         self._check_settings(stage, len(rows), held_out)
         tokenizer = self._load_tokenizer()
-        self._val = self._set_train(self._render(tokenizer, rows, "training"), held_out)
+        self._val = self._set_train(self._render(tokenizer, rows, "training", held_out > 0), held_out)
         if val_rows is not None and self.val_size:
             self._val = self._render(tokenizer, val_rows[: self.val_size], "validation")
         if self._val:
@@ -175,14 +175,21 @@ class ConversationDataModule(ResumableDataModule):
     # Rendering -----------------------------------------------------------------------------------------------------
 
     def _render(
-        self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str
+        self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Mapping[str, Any]], use: str, validates: bool = False
     ) -> list[Conversation]:
-        """Conversations of at most `max_length` tokens, from a cache on disk if there are many."""
+        """Conversations of at most `max_length` tokens, from a cache on disk if there are many.
+
+        Args:
+            tokenizer: The policy's.
+            rows: To render.
+            use: `training` or `validation`, for ids and messages.
+            validates: Whether some of the training rows will be held out.
+        """
         rendered: Iterable[tuple[Tensor, Tensor]] = self._rendered(tokenizer, rows, use)
         if len(rows) >= CACHED_ROWS and tokenizer.is_fast:
             rendered = self._cached(tokenizer, rows, rendered)
         conversations = [Conversation(f"{use}-{number}", *tensors) for number, tensors in enumerate(rendered)]
-        return self._short(conversations, "max_length", use)
+        return self._short(conversations, "max_length", f"{use} and validation" if validates else use)
 
     def _cached(
         self,
