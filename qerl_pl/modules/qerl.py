@@ -109,7 +109,7 @@ class QeRLModule(PolicyModule):
         self._means.clear()
         if stage == "fit" and not self.objective.needs_teacher and self.teacher_config != TeacherConfig():
             log.warning("model.teacher has no effect without a model.objective that distils, OnPolicyDistillation, say")
-        data = self.trainer.datamodule if stage == "fit" else None  # type: ignore[attr-defined]
+        data = self.trainer.datamodule if stage != "test" else None  # type: ignore[attr-defined]
         first = next(iter(getattr(data, "val_names", ())), "")
         for best in self._best_checkpoints() if first else ():
             if best.monitor == evaluation_tag("val", "", "accuracy"):  # which sets with names do not log
