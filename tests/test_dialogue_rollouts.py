@@ -3,6 +3,7 @@
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -462,3 +463,26 @@ def test_a_dialogue_without_a_turn_has_no_routing() -> None:
     assert padded is not None and (padded[0] == -1).all()
     assert padded[1, :, :, 0].tolist() == [[0, 1], [2, 3], [4, 5], [-1, -1]]
     assert pad_routing([[empty]], (1, 2)) is None
+
+
+def test_turns_are_asked_for_in_the_order_of_the_jobs_whichever_environment_answers_first() -> None:
+    class LastFirst(Game):
+        def reset(self, **row: Any) -> None:
+            time.sleep(0.05 * (len(PROMPTS) - int(row["id"][1:])))
+            super().reset(**row)
+
+    engine, jobs = Playing(7), [DialogueJob(prompt, 0) for prompt in PROMPTS]
+    sampler_of(LocalPool(LastFirst, threads=len(jobs))).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    first = [engine.tokenizer.decode(request.prompt_ids) for request, _ in engine.log[: len(jobs)]]
+    assert engine.rounds[0] == len(jobs)
+    assert all(prompt.text in asked for prompt, asked in zip(PROMPTS, first, strict=True))
+
+
+def test_a_prompt_of_just_the_limit_is_sampled() -> None:
+    jobs = [DialogueJob(PROMPTS[0], 0)]
+    size = len(sampler_of(LocalPool(Game)).sample(Playing(7), jobs, SAMPLING, 7)[0].prompt_ids or ())  # type: ignore[arg-type]
+    for limit, turns in ((size, 1), (size - 1, 0)):
+        sampler = sampler_of(LocalPool(Game))
+        sampler.max_prompt_tokens = limit
+        (found,) = sampler.sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+        assert found.dialogue is not None and min(found.dialogue.turns, 1) == turns

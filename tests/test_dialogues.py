@@ -10,6 +10,7 @@ import pytest
 import torch
 from dialogue_helpers import TOOLS, Answering, LocalPool, Talking, end_of, expected_suffix, tokenizer_of
 
+from qerl_pl.environments.contract import ToolAnswer
 from qerl_pl.rollout.collector import pad_completions
 from qerl_pl.rollout.dialogue import EnvironmentConfig
 from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler
@@ -182,3 +183,17 @@ def test_only_a_control_tokens_name_is_split() -> None:
 def contained(ids: Any, part: list[int]) -> bool:
     """Whether the part stands somewhere among the ids."""
     return any(list(ids[start : start + len(part)]) == part for start in range(len(ids)))
+
+
+def test_of_several_answers_one_that_ends_the_dialogue_does() -> None:
+    class Ends(Answering):
+        def called(self, name: str, arguments: dict[str, Any]) -> ToolAnswer:
+            self.answers.append(ToolAnswer("so", False, 0.1, not self.answers))
+            return self.answers[-1]
+
+    tokenizer = tokenizer_of("qwen2.5")
+    said = [*tokenizer(CALL * 2)["input_ids"], tokenizer.convert_tokens_to_ids(end_of("qwen2.5"))]
+    sampler = sampler_of("qwen2.5", LocalPool(lambda row: Ends(row, ["so"])))
+    jobs = [DialogueJob(Prompt("p", (), "question", "", columns={"number": 1}), 0)]
+    (found,) = sampler.sample(Talking(lambda _: (said, True)), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert found.dialogue is not None and (found.dialogue.turns, found.dialogue.calls) == (1, 2)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,17 @@ import torch
 from fit_helpers import configuration
 from lightning.pytorch import Trainer
 from scripted import Scripted, evaluator_of
-from short_run import data, module_of
+from short_run import data, module_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.callbacks import EvaluationReport
-from qerl_pl.callbacks.evaluation import _ProgressCache, _reward_settings, engine_settings
+from qerl_pl.callbacks import EvaluationReport, evaluation
+from qerl_pl.callbacks.evaluation import (
+    _ProgressCache,
+    _reward_settings,
+    _sample_files,
+    engine_settings,
+    weights_digest,
+)
 from qerl_pl.cli.main import QeRLCLI, main
 from qerl_pl.engines import TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
@@ -263,3 +270,36 @@ def test_a_report_without_a_rollout_callback_is_refused(tiny_policy_dir: Path, t
     message = "EvaluationReport needs .*; trainer.callbacks has none; add qerl_pl.callbacks.Rollout"
     with pytest.raises(UserError, match=message):
         getattr(trainer, stage)(module_of(tiny_policy_dir), datamodule=data(), verbose=False)
+
+
+def test_the_digest_of_weights_is_of_names_and_values() -> None:
+    states = [{"a": torch.zeros(3)}, {"b": torch.zeros(3)}, {"a": torch.tensor([0.0, 0.0, 1e-8])}]
+    assert len({weights_digest(state) for state in states}) == 3
+
+
+def test_an_evaluation_reports_its_own_prompts_alone(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    trainer, module = trainer_of(tmp_path, EvaluationReport()), module_of(tiny_policy_dir)
+    for _ in range(2):
+        trainer.test(module, datamodule=data(), verbose=False)
+        (found,) = json.loads((tmp_path / "evaluation.json").read_text())["sets"].values()
+        assert found["prompts"] == 2
+
+
+def test_a_rank_reads_what_all_ranks_have_written(tmp_path: Path) -> None:
+    for name in ("abc.jsonl", "abc.1.jsonl", "abc.3.jsonl", "other.1.jsonl"):  # of four ranks
+        (tmp_path / name).touch()
+    ranks: Any = SimpleNamespace(rank=1, size=2)
+    own, others = _sample_files(tmp_path, "abc", ranks)
+    assert own == tmp_path / "abc.1.jsonl" and others == [tmp_path / "abc.3.jsonl", tmp_path / "abc.jsonl"]
+
+
+def test_only_fractions_have_the_interval_of_fractions(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {name: torch.ones(4, dtype=torch.float64) for name in ("accuracy", "length_mean", "reward_mean")}
+    monkeypatch.setattr(evaluation, "prompt_metrics", lambda *_: values)
+    trainer_of(tmp_path, EvaluationReport()).test(module_of(tiny_policy_dir), datamodule=data(), verbose=False)
+    (found,) = json.loads((tmp_path / "evaluation.json").read_text())["sets"].values()
+    assert {name: one["low"] < 1 for name, one in found["metrics"].items()} == {
+        "accuracy": True, "length_mean": False, "reward_mean": False
+    }  # fmt: skip

@@ -300,3 +300,9 @@ NAMES = {
     **{f"ffn_{one}": f"mlp.{one}_proj" for one in ("gate", "up", "down")},
 }
 """Names of llama.cpp's tensors, and transformers'."""
+
+
+def test_a_merge_takes_trained_norms(tiny_policy_dir: Path) -> None:
+    name, trained = "model.layers.0.input_layernorm.weight", torch.full((128,), 3.0)
+    merged = _Merged(PolicyWeights(0, {}, 1.0, {name: trained}), tiny_policy_dir)
+    assert merged(name, torch.ones(128)) is trained

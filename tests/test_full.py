@@ -9,14 +9,16 @@ import torch
 from fit_helpers import train
 from model_copies import copy_of
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from qerl_pl.callbacks import RunSummary
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
+from qerl_pl.formats.norm import Float32RMSNorm
 from qerl_pl.models.memory import optimizer_bytes
 from qerl_pl.modules import Policy, PolicyConfig
+from qerl_pl.policy.full_finetuning import MasterLinear, MasterRMSNorm, use_master_weights
 from qerl_pl.rollout import parity_check
 from qerl_pl.types import PolicyWeights, Prompt, RolloutRequest, SamplingConfig
 
@@ -192,3 +194,23 @@ def test_what_optimizers_hold_on_a_gpu() -> None:
     optim = pytest.importorskip("bitsandbytes.optim")
     assert optimizer_bytes(optim.AdamW8bit, gpu) == 2 + 2 * 4 / 256
     assert optimizer_bytes(optim.PagedAdamW8bit, gpu) == 2 * 4 / 256
+
+
+def test_a_norm_with_masters_computes_with_the_rounded_scale() -> None:
+    weight, x = 1 + 0.1 * torch.rand(64), torch.randn(5, 64).bfloat16()
+    found, expected = (MasterRMSNorm(nn.Parameter(w), 1e-6)(x) for w in (weight, weight.bfloat16().float()))
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+def test_the_gradient_of_a_bias_has_more_than_16_bits() -> None:
+    linear = MasterLinear(nn.Linear(2, 3).bfloat16())
+    linear(torch.ones(4097, 2, dtype=torch.bfloat16)).sum().backward()
+    assert linear.bias is not None and torch.equal(linear.bias.grad, torch.full((3,), 4097.0))
+
+
+def test_a_norm_that_had_noise_to_take_keeps_epsilon_and_offset_with_masters() -> None:
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=8, hidden_size=32, intermediate_size=8, num_hidden_layers=1))
+    model.model.norm = Float32RMSNorm(torch.ones(32), 0.1, 1.0)
+    use_master_weights(model)
+    norm = model.model.norm
+    assert type(norm) is MasterRMSNorm and (norm.eps, norm.offset) == (0.1, 1.0)

@@ -504,3 +504,13 @@ def test_the_engine_has_room_for_the_longer_completions(training: int, held_out:
     evaluation = EvaluationConfig(sampling=EvalSampling(max_tokens=held_out))
     callback = RolloutCallback([Even()], sampling=SamplingConfig(max_tokens=training), evaluation=evaluation)
     assert callback.longest(SimpleNamespace(max_prompt_tokens=100)) == 132  # type: ignore[arg-type]
+
+
+def test_a_second_fit_plans_anew_and_a_validation_does_not(tiny_policy_dir: Path) -> None:
+    noise, module = AdaptiveQuantizationNoise(), module_of(tiny_policy_dir)
+    trainer: Any = SimpleNamespace(callbacks=[noise])
+    noise.load_state_dict({"planned_rollouts": 9})
+    noise.setup(trainer, module, "validate")
+    assert noise.state_dict() == {"planned_rollouts": 9}
+    noise.setup(trainer, module, "fit")
+    assert noise.state_dict() == {"planned_rollouts": None}

@@ -238,3 +238,13 @@ def test_the_best_checkpoint_of_a_module_with_sets_of_its_own(tiny_policy_dir: P
     for settings in ({}, {"num_sanity_val_steps": -1}):
         with pytest.raises(UserError, match=said):
             fit("val/easy/acuracy", **settings)
+
+
+def test_of_a_larger_set_rows_are_drawn_by_the_seed(tiny_policy_dir: Path) -> None:
+    def drawn(seed: int) -> list[str]:
+        data = Sets({"easy": 30, "hard": 30}, seed=seed, tokenizer=str(tiny_policy_dir))
+        data.setup("fit")
+        assert [len(prompts) for prompts in data._val.values()] == [3, 3]
+        return [prompt.id for prompt in data._val["easy"]]
+
+    assert len({tuple(drawn(seed)) for seed in range(3)}) == 3  # tables are often sorted by difficulty

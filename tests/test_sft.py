@@ -28,6 +28,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
+from qerl_pl.runtime.communicator import Communicator
 
 ROOT = Path(__file__).parents[1]
 ROWS = [
@@ -322,3 +323,31 @@ def test_ranks_take_the_steps_of_one_process(tiny_policy_dir: Path, tmp_path: Pa
     for name, tensor in ranks[0].items():
         assert torch.equal(tensor, ranks[1][name])
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-3)
+
+
+def test_an_update_is_deterministic(tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU two runs would differ otherwise."""
+    found, plain = [], SFTModule._accumulate
+
+    def watched(*given: Any) -> Any:
+        found.append(torch.are_deterministic_algorithms_enabled())
+        return plain(*given)
+
+    monkeypatch.setattr(SFTModule, "_accumulate", watched)
+    trainer_of(tmp_path).fit(module_of(tiny_policy_dir), datamodule=data_of())
+    assert found == [True] and not torch.are_deterministic_algorithms_enabled()
+
+
+def test_ranks_that_have_read_other_conversations_are_told_apart(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recording(Communicator):
+        def require_same(self, facts: Any) -> None:
+            compared.append(dict(facts))
+
+    compared: list[dict[str, object]] = []
+    monkeypatch.setattr("qerl_pl.modules.sft.communicator_of", lambda _: Recording())
+    for name, rows in (("one", ROWS), ("other", [*ROWS[:3], {"prompt": "ones:", "completion": " 7+8=16."}])):
+        trainer_of(tmp_path / name).fit(module_of(tiny_policy_dir), datamodule=data_of(rows))
+    one, other = compared
+    assert one.keys() == other.keys() and one["base model"] == other["base model"] and one != other

@@ -18,7 +18,7 @@ from qerl_pl.cli.main import main
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
-from qerl_pl.policy.adapter import read_adapter
+from qerl_pl.policy.adapter import read_adapter, rename_to_multimodal
 
 CPU = torch.device("cpu")
 NORMS = ["input_layernorm", "post_attention_layernorm"]
@@ -257,3 +257,16 @@ def test_two_ranks_start_from_the_same_adapter(tiny_policy_dir: Path, taught: Pa
     assert all(torch.equal(tensor, ranks[1][name]) for name, tensor in ranks[0].items())
     kl = [event.value for event in EventAccumulator(str(tmp_path / "run")).Reload().Scalars("policy/kl")]
     assert abs(kl[0]) < 1e-6 and len(kl) == 4 and min(kl[1:]) > 1e-4
+
+
+def test_a_fraction_of_alpha_is_kept(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    folder = peft_adapter(tiny_policy_dir, tmp_path / "adapter", lora_alpha=2.5)
+    assert read_adapter(str(folder)).lora.alpha == 2.5
+
+
+def test_a_renamed_adapter_is_read_as_it_was(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    folder = peft_adapter(tiny_policy_dir, tmp_path / "adapter")
+    before, tensors = read_adapter(str(folder)).lora, read_adapter(str(folder)).tensors()
+    rename_to_multimodal(folder, str(tiny_policy_dir))
+    after = read_adapter(str(folder))
+    assert after.lora == before and after.tensors().keys() == tensors.keys()
