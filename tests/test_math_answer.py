@@ -562,3 +562,14 @@ def test_real_answers_are_right_and_those_of_other_rows_wrong() -> None:
         shifted = list(zip(answers[1:] + answers[:1], answers, strict=True))
         found = {pair for pair, right in zip(shifted, reward._pool.equivalent(shifted), strict=True) if right}
         assert found - {pair for pair in shifted if pair[0] == pair[1]} == also
+
+
+def test_the_time_for_slow_answers_is_that_of_the_whole_batch() -> None:
+    class Slow(MathPool):
+        def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
+            return dict.fromkeys(pairs, True if seconds == self.seconds else None)
+
+    reward = MathAnswer()
+    reward._pool = Slow(seconds=3.0, batch_seconds=12.0, workers=1)
+    samples = [answered("18")] * 236 + [answered(f"17+{n}") for n in range(20)]  # most are right by their text
+    assert sum(reward(samples)) == 236 + 8

@@ -6,8 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +18,16 @@ import torch
 import yaml
 from fit_helpers import configuration, ended, fit, fit_on_ranks, free_port, processes, start
 from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from safetensors.torch import load_file
 from short_run import data, fit_and_evaluate, module_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import distributed
 
 from qerl_pl.errors import UserError
 from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.runtime import strategy as strategies
 from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
 
 ROLLOUTS = 8
@@ -306,3 +312,18 @@ def test_a_script_has_a_batch_that_its_devices_divide(devices: int, fits: bool) 
     task.trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
     with nullcontext() if fits else pytest.raises(UserError, match=f"multiple of .* devices; got 2 for {devices}"):
         task._check_settings("fit", 8, 2)
+
+
+def test_collectives_wait_for_the_longest_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default NCCL would end the run after ten minutes, and gloo after thirty."""
+    asked: list[timedelta] = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(DDPStrategy, "setup_environment", lambda self: asked.append(self._timeout))
+    monkeypatch.setattr(distributed, "new_group", lambda *_, timeout=timedelta(0), **__: asked.append(timeout))
+    monkeypatch.setattr(strategies, "FailureDetector", lambda *_: None)
+    strategy = UnwrappedDDPStrategy()
+    strategy.cluster_environment, strategy.parallel_devices = LightningEnvironment(), [torch.device("cpu")]
+    strategy._own_launcher = SimpleNamespace(procs=[], have_met=threading.Event())  # type: ignore[assignment]
+    strategy.setup_environment()
+    assert len(asked) == 2 and min(asked) >= timedelta(hours=12)

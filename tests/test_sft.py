@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule
+from qerl_pl.datamodules.conversations import ConversationBatch
 from qerl_pl.errors import UserError
 from qerl_pl.modules import LoraConfig, PolicyConfig, SFTModule
 from qerl_pl.runtime.communicator import Communicator
@@ -351,3 +352,24 @@ def test_ranks_that_have_read_other_conversations_are_told_apart(
         trainer_of(tmp_path / name).fit(module_of(tiny_policy_dir), datamodule=data_of(rows))
     one, other = compared
     assert one.keys() == other.keys() and one["base model"] == other["base model"] and one != other
+
+
+def test_each_step_and_each_rank_drops_other_activations(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With equal rows and a rate of zero, only dropout makes the gradients of two steps differ."""
+
+    class Norms(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            norms.append(round(float(trainer.callback_metrics["optim/grad_norm"]), 6))
+
+    policy = PolicyConfig(
+        path=str(tiny_policy_dir), quantization="none", dtype="float32", lora=LoraConfig(rank=4, alpha=8.0, dropout=0.5)
+    )
+    norms: list[float] = []
+    for rank in (0, 1):
+        monkeypatch.setattr("qerl_pl.modules.sft.communicator_of", lambda _, rank=rank: Communicator(rank))
+        monkeypatch.setattr(ConversationBatch, "share", lambda batch, *_: [*batch.conversations])
+        module = module_of(tiny_policy_dir, policy=policy, optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+        trainer_of(tmp_path / str(rank), Norms(), max_epochs=2).fit(module, datamodule=data_of([ROWS[1]] * 4))
+    assert len(norms) == len(set(norms)) == 4
