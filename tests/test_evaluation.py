@@ -19,11 +19,12 @@ from scripted import Scripted, evaluator_of
 from short_run import data, module_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from qerl_pl.callbacks import EvaluationReport, evaluation
+from qerl_pl.callbacks import EnvironmentConfig, EvaluationReport, evaluation
 from qerl_pl.callbacks.evaluation import (
     _ProgressCache,
     _reward_settings,
     _sample_files,
+    _settings,
     engine_settings,
     weights_digest,
 )
@@ -303,3 +304,39 @@ def test_only_fractions_have_the_interval_of_fractions(
     assert {name: one["low"] < 1 for name, one in found["metrics"].items()} == {
         "accuracy": True, "length_mean": False, "reward_mean": False
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        ("data", "system_prompt", "Think."),
+        ("data", "instruction", "Sum it."),
+        ("data", "chat_template_kwargs", {"thinks": True}),
+        ("tokenizer", "chat_template", "other"),
+        ("module", "base_identity", "other"),
+        ("module", "seed", 6),
+        ("policy", "dtype", "bfloat16"),
+        ("policy", "quantization", "nf4"),
+    ],
+)
+def test_samples_of_other_settings_are_not_reused(owner: str, name: str, value: Any) -> None:
+    tokenizer = SimpleNamespace(chat_template="one")
+    policy = SimpleNamespace(path="base", quantization="none", dtype="float32")
+    trained = SimpleNamespace(trained_state=dict)
+    scorer = SimpleNamespace(rewards=[], accuracy=SimpleNamespace(name="math"))
+    parts: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "policy": policy,
+        "module": SimpleNamespace(
+            policy_config=policy, base_identity="base", policy_version=2, seed=5, policy=trained, tokenizer=tokenizer
+        ),
+        "rollout": SimpleNamespace(
+            eval_config=SimpleNamespace(sampling=SamplingConfig(max_tokens=6), scorer=scorer),
+            engine=TransformersEngine(),
+            environment=EnvironmentConfig(),
+        ),
+        "data": SimpleNamespace(system_prompt=None, instruction=None, chat_template_kwargs={}, max_prompt_tokens=64),
+    }
+    before = _settings(parts["module"], parts["rollout"], parts["data"])
+    setattr(parts[owner], name, value)
+    assert _settings(parts["module"], parts["rollout"], parts["data"]) != before
