@@ -132,8 +132,8 @@ class EvaluationReport(Callback, ChecksFirst):
         file, others = _sample_files(folder, digest, ranks)
         self._cache = _ProgressCache(file, others, total, show=trainer.is_global_zero)
         if len(self._cache):
-            said = "%s has %d samples; those of unchanged rows are used again; after an edit of a reward, remove it"
-            log.info(said, file, len(self._cache))
+            message = "%s has %d samples; those of unchanged rows are used again; after an edit of a reward, remove it"
+            log.info(message, file, len(self._cache))
         ranks.barrier()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
         self._evaluator.use_cache(self._cache)

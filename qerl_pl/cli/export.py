@@ -122,15 +122,15 @@ def export(
     require_absent(dst)
     path = checkpoint or newest_checkpoint(run)
     if path is None:
-        found = [*run.rglob("*.ckpt")]
-        if len(folders := sorted({str(one.parent) for one in found})) > 1:
+        checkpoints = [*run.rglob("*.ckpt")]
+        if not checkpoints:
+            raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
+        if len(folders := sorted({str(file.parent) for file in checkpoints})) > 1:
             raise UserError(
                 f"export takes one run; {run} has checkpoints in {len(folders)} folders, {', '.join(folders[:3])}; "
                 "name the run, or a checkpoint with --checkpoint"
             )
-        path = max(found, key=finished_rollouts, default=None)
-    if path is None:
-        raise UserError(f"export needs a checkpoint; {run} has none; name one with --checkpoint")
+        path = max(checkpoints, key=finished_rollouts)
     state = load_saved(path)[CHECKPOINT_KEY]
     config = _built(state["policy"] if base is None else state["policy"] | {"path": str(base)})
     if state["lora"] is not None:  # what the run started from may be gone

@@ -255,9 +255,10 @@ class ConversationDataModule(ResumableDataModule):
             prompt = checked_messages(prompt, "column prompt")
             return [*prompt, *checked_messages(completion, "column completion")], len(prompt)
         if question is None or answer is None:
-            found = [name for name, value in row.items() if value is not None]
-            remedy = "rename them" if len(found) == len(row) else "fill in what is null, or rename them"
-            raise UserError(f"conversations have the columns {_FORMATS}; got {', '.join(found) or 'nothing'}; {remedy}")
+            columns = [name for name, value in row.items() if value is not None]
+            remedy = "rename them" if len(columns) == len(row) else "fill in what is null, or rename them"
+            got = ", ".join(columns) or "nothing"
+            raise UserError(f"conversations have the columns {_FORMATS}; got {got}; {remedy}")
         question, answer = str(question), str(answer)
         if not (question.strip() and answer.strip()):
             raise UserError("a question and its answer must not be empty; fill them in, or remove the row")

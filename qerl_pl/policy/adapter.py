@@ -57,6 +57,7 @@ def restored_parameters(parameters: Collection[Tensor]) -> Iterator[None]:
 
 _FACTOR = re.compile(r"^(?:base_model\.model\.)?(.+)\.lora_[AB]\.weight$")
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
+_NORM = re.compile(r"\blayers\.\d+\..*norm\.weight$")
 _PLAIN = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -170,8 +171,7 @@ def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | Non
     names = [*map(_name_of_text, stored)]
     if names != stored:  # its targets are an expression for the stored names
         saved["target_modules"] = None
-    of_layers = [name for name in names if _LAYER.search(name) and name.endswith("norm.weight")]
-    if others := [name for name in names if not (_FACTOR.search(name) or name in of_layers)]:
+    if others := [name for name in names if not (_FACTOR.search(name) or _NORM.search(name))]:
         raise UserError(
             f"a saved adapter may hold factors of linears and scales of the layers' norms; {folder} has {others[0]}; "
             "merge it into its base with PEFT, and name that model as model.policy.path"

@@ -24,7 +24,7 @@ from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import config_in_reach, in_format, local_folder
 from qerl_pl.models.families import PROJECTIONS, find_family, logit_cap
 from qerl_pl.models.folder import load_config, load_tokenizer, longest_sequence, read_config
-from qerl_pl.policy.activation_checkpointing import ActivationCheckpointing, Checkpointing, Tiles
+from qerl_pl.policy.activation_checkpointing import MODES, ActivationCheckpointing, Checkpointing, Tiles, mode_name
 from qerl_pl.policy.adapter import SavedAdapter, load_in_place, read_adapter
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.loading import check_trainable, load_base
@@ -95,8 +95,8 @@ class PolicyConfig:
         named_format(self.quantization)
         require_one_of(tuple(DTYPES), "model.policy.dtype", self.dtype)
         require_one_of(("lora", "full"), "model.policy.finetune", self.finetune)
-        mode = str(self.gradient_checkpointing).lower()
-        require_one_of(("true", "false", "selective", "offload", "auto"), "model.policy.gradient_checkpointing", mode)
+        modes = [*map(mode_name, MODES), "auto"]
+        require_one_of(modes, "model.policy.gradient_checkpointing", mode_name(self.gradient_checkpointing))
         tiles = None if self.mlp_tile_tokens == "auto" else self.mlp_tile_tokens
         require_at_least(1, {"model.policy.mlp_tile_tokens": tiles})
         if tiles is not None and self.lora.dropout > 0 and self.finetune == "lora":
