@@ -325,21 +325,13 @@ def test_a_group_with_equal_totals_has_a_signal_where_each_reward_is_normalized_
     assert len(found) == 4 * sum(signal) and found.advantages.ne(0).all()
 
 
-def test_half_a_reward_is_not_right() -> None:
-    class Half(Even):
-        def __call__(self, samples: Any) -> list[float]:
-            return [0.5] * len(samples)
-
-    (found,) = evaluator_of(Scripted(), rewards=[Half()]).evaluate(PROMPTS[:1], Watched().weights(5)).prompts
-    assert [one.correct for one in (found.greedy, *found.samples)] == [False] * 4
-
-
-def test_a_held_out_answer_without_a_grade_is_not_right() -> None:
-    class Ungraded(Even):
+@pytest.mark.parametrize("reward", [0.5, None])
+def test_half_a_reward_or_none_is_not_right(reward: float | None) -> None:
+    class Fixed(Even):
         def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
-            return [None] * len(samples)
+            return [reward] * len(samples)
 
-    rewards = [Ungraded(), Long()]
+    rewards = [Fixed(), Long()]
     (found,) = evaluator_of(Scripted(), rewards=rewards).evaluate(PROMPTS[:1], Watched().weights(5)).prompts
     assert [one.correct for one in (found.greedy, *found.samples)] == [False] * 4
 

@@ -38,7 +38,8 @@ from qerl_pl.runtime.files import (
 
 def save(run: Path, step: int, value: float = 0.0) -> Path:
     path = run / "checkpoints" / f"step={step}.ckpt"
-    AtomicCheckpointIO().save_checkpoint({"value": torch.tensor(value), "step": step, "qerl": {}}, path)
+    state = {"value": torch.tensor(value), "step": step, "qerl": {"policy_version": 0}}
+    AtomicCheckpointIO().save_checkpoint(state, path)
     return path
 
 
@@ -83,7 +84,7 @@ def test_whichever_byte_has_changed_a_checkpoint_is_refused_or_the_same(tmp_path
         except DamagedCheckpoint:
             refused += 1
         else:
-            assert loaded == {"value": torch.tensor(1.5), "step": 7, "qerl": {}}
+            assert loaded == {"value": torch.tensor(1.5), "step": 7, "qerl": {"policy_version": 0}}
     entry = data.rindex(b"PK\x01\x02", 0, data.rindex(b"data/0"))  # of the tensor, in the archive's list
     path.write_bytes(data[: entry + 38] + b"\x10" + data[entry + 39 :])  # marked as a folder: PyTorch reads nothing
     with pytest.raises(DamagedCheckpoint, match="data/0 does not fit"):
@@ -110,7 +111,7 @@ def test_a_checkpoint_of_this_trainer_says_how_far_it_is_and_no_other_is_taken(t
     path = tmp_path / "step=7.ckpt"
     AtomicCheckpointIO().save_checkpoint({"qerl": {"policy_version": 7}}, path)
     assert finished_rollouts(path) == 7
-    for other in ({"state_dict": {}}, {"qerl": 7}, [7]):
+    for other in ({"state_dict": {}}, {"qerl": 7}, {"qerl": {}}, [7]):
         AtomicCheckpointIO().save_checkpoint(other, path)  # type: ignore[arg-type]
         with pytest.raises(UserError, match="by this trainer; .*step=7.ckpt was written by another program"):
             finished_rollouts(path)

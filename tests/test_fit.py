@@ -233,6 +233,11 @@ def test_what_lightnings_own_trainer_has_saved_is_exported(
     given = {"accelerator": "cpu", "enable_progress_bar": False, "num_sanity_val_steps": 0, "max_epochs": 1}
     trainer = Trainer(default_root_dir=tmp_path / "run", logger=logger, callbacks=rollout_of(), **given)
     trainer.fit(module, datamodule=data())
+    newest = next((tmp_path / "run").rglob("*.ckpt"))
+    older = torch.load(newest, weights_only=True)
+    older[CHECKPOINT_KEY]["policy_version"] = 3
+    for name in ("a.ckpt", "z.ckpt"):  # neither the first nor the last name is taken
+        torch.save(older, newest.with_name(name))
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "adapter")]) == 0
     out = capsys.readouterr().out
     assert re.search(r"after 4 rollouts, from .*run/(lightning_logs/version_0/)?checkpoints/epoch=0-step=8.ckpt", out)
@@ -245,8 +250,10 @@ def test_what_lightnings_own_trainer_has_saved_is_exported(
     assert re.search(r"takes one run; .* has checkpoints in 2 folders, .*; name the run", capsys.readouterr().err)
     (other := tmp_path / "alone" / "old.ckpt").parent.mkdir()
     torch.save({"qerl": {"trained": {}}}, other)  # not of today's keys
-    assert main(["export", str(other.parent), str(tmp_path / "none")]) == 2
-    assert re.search("of this version; .*old.ckpt does not count its rollouts; name another", capsys.readouterr().err)
+    for named in ([], ["--checkpoint", str(other)]):
+        assert main(["export", str(other.parent), str(tmp_path / "none"), *named]) == 2
+        expected = "by this trainer; .*old.ckpt was written by another program or version; name another"
+        assert re.search(expected, capsys.readouterr().err)
 
 
 def test_a_run_of_truncated_completions_that_is_validated_in_part_claims_no_means(

@@ -104,10 +104,11 @@ def test_a_checkpoint_that_is_set_aside_is_whole_in_one_place_or_the_other(tmp_p
     for moment in range(200):
         folder = tmp_path / str(moment)
         for step in (2, 6):
-            AtomicCheckpointIO().save_checkpoint({CHECKPOINT_KEY: {"step": step}}, folder / f"step={step}.ckpt")
+            state = {CHECKPOINT_KEY: {"policy_version": step}}
+            AtomicCheckpointIO().save_checkpoint(state, folder / f"step={step}.ckpt")
         status = in_a_fork(partial(set_aside_and_die, folder, moment))
         (found,) = folder.rglob("step=6.ckpt")
-        assert AtomicCheckpointIO().load_checkpoint(found) == {CHECKPOINT_KEY: {"step": 6}}
+        assert AtomicCheckpointIO().load_checkpoint(found) == {CHECKPOINT_KEY: {"policy_version": 6}}
         if status == 0:
             break
         assert status == -signal.SIGKILL

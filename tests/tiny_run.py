@@ -40,7 +40,7 @@ class Tiny(LightningModule):
         self.events: list[int] = []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint[CHECKPOINT_KEY] = {}  # the trainer's own, or reading refuses it
+        checkpoint[CHECKPOINT_KEY] = {"policy_version": 0}  # the trainer's own, or reading refuses it
 
     def _happens(self, event: int) -> None:
         self.events.append(event)

@@ -136,23 +136,22 @@ def load_saved(path: Path, device: str = "cpu") -> dict[str, Any]:
 
     Raises:
         DamagedCheckpoint: It is missing or damaged, or holds other than tensors and plain values.
-        UserError: It is another program's.
+        UserError: It is another program's, or of a version that counted no rollouts.
     """
     verify(path)
     checkpoint = _load(path, path, device)
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get(CHECKPOINT_KEY), dict):
+    state = checkpoint.get(CHECKPOINT_KEY) if isinstance(checkpoint, dict) else None
+    if not isinstance(state, dict) or "policy_version" not in state:
         raise UserError(
-            f"a checkpoint must be written by this trainer; {path} was written by another program; name another"
+            f"a checkpoint must be written by this trainer; {path} was written by another program or version; name "
+            "another"
         )
     return checkpoint
 
 
 def finished_rollouts(path: Path) -> int:
     """Number of rollouts that a checkpoint's run had finished; raises as `load_saved` does."""
-    state = load_saved(path, "meta")[CHECKPOINT_KEY]
-    if "policy_version" not in state:
-        raise UserError(f"a checkpoint must be of this version; {path} does not count its rollouts; name another")
-    return int(state["policy_version"])
+    return int(load_saved(path, "meta")[CHECKPOINT_KEY]["policy_version"])
 
 
 KEPT = {
