@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 256,
     "attention_dropout": 0.1,  # of pretraining: a policy has none
+    "rms_norm_eps": 0.01,  # so large that another one is seen
 }
 LONG = {
     "rope_type": "longrope",
@@ -122,8 +123,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         },
     },
-    "qwen3-moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    "qwen3-moe": {
+        "rms_norm_eps": 1e-6,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    },
     "gpt-oss": {
+        "rms_norm_eps": 1e-5,  # the one that vLLM computes
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "intermediate_size": 64,
