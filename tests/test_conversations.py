@@ -1,6 +1,7 @@
 """Conversations for SFT: what is trained of each format, by hand and by transformers' own mask, and what is refused."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -263,10 +264,21 @@ def test_rows_are_held_out_and_come_once_an_epoch(
     assert other.state_dict()["training conversations"] != data.state_dict()["training conversations"]
 
 
+@pytest.mark.parametrize(("val_size", "held_out"), [(2, 2), (5, 5), (6, 2), (256, 2)])
+def test_too_many_held_out_rows_are_a_fifth(
+    val_size: int, held_out: int, tiny_policy_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    data = ConversationDataModule(rows_of(10), batch_size=2, val_size=val_size, tokenizer=str(tiny_policy_dir))
+    data.setup("fit")
+    assert (len(data._val), len(data._train)) == (held_out, 10 - held_out)
+    said = f"2 of 10 rows are held out for validation: val_size={val_size} is too many"
+    assert (said in caplog.messages) == (held_out != val_size)
+
+
 @pytest.mark.parametrize(
     ("settings", "stage", "message"),
     [
-        ({"val_size": 4}, "fit", "val_size=4 of 4 prompts; lower it"),
         ({"batch_size": 5, "val_size": 0}, "fit", "batch_size=5 for 4 prompts; lower"),
         ({"val_size": 0}, "validate", "got none, as data.val_size is 0; raise it"),
     ],

@@ -270,6 +270,7 @@ def test_a_small_card_needs_what_the_readme_says(capsys: pytest.CaptureFixture[s
 def test_the_page_shows_what_the_command_prints(qwen3_8b: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
     config = {"model_type": "qwen2", "vocab_size": 152064, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    config["max_position_embeddings"] = 32768
     (qwen3_8b / "config.json").write_text(json.dumps(config | sizes))
     assert main(["fit", "--dry-run", "-c", "gsm8k", "-c", "qwen2.5_7b", "--model.policy.path", str(qwen3_8b)]) == 0
     (shown,) = re.findall(r"```text\n(memory that .*?)```", (pages.ROOT / "docs" / "memory.md").read_text(), re.DOTALL)

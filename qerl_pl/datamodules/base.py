@@ -196,6 +196,13 @@ class ResumableDataModule(LightningDataModule, ABC):
                     "resize the embeddings to the tokenizer, or leave the token out"
                 )
 
+    def _fitting_val_size(self, rows: int) -> int:
+        """`val_size`, or a fifth of the rows, if fewer, where that leaves less than half of them or than a batch."""
+        if self.val_size <= rows // 5 or rows - self.val_size >= max(self.batch_size, rows / 2):
+            return self.val_size
+        log.info("%d of %d rows are held out for validation: val_size=%d is too many", rows // 5, rows, self.val_size)
+        return rows // 5
+
     def _draw(self, rows: Sequence[Any], count: int) -> list[Any]:
         """Rows to validate on, drawn by seed and id so that another token limit changes few of them."""
         drawn = sorted(rows, key=lambda row: stream_seed(self.seed, "held out", row.id))[:count]

@@ -147,7 +147,7 @@ class ConversationDataModule(ResumableDataModule):
         return read_table(self.path, self.split, self.subset)
 
     def val_rows(self) -> Sequence[Mapping[str, Any]] | None:
-        """Rows to validate on; None splits `val_size` rows off the training rows."""
+        """Rows to validate on; None splits `val_size` rows off the training rows, or a fifth where that is too many."""
         return None
 
     def _prepare(self, stage: str) -> None:
@@ -157,7 +157,7 @@ class ConversationDataModule(ResumableDataModule):
         if self._train:
             return
         rows, val_rows = self.train_rows(), self.val_rows()
-        held_out = self.val_size if val_rows is None else 0
+        held_out = self._fitting_val_size(len(rows)) if val_rows is None else 0
         self._check_settings(stage, len(rows), held_out)
         tokenizer = self._load_tokenizer()
         self._val = self._set_train(self._render(tokenizer, rows, "training", held_out > 0), held_out)

@@ -95,10 +95,7 @@ class TableDataModule(PromptDataModule):
 
     def val_count(self, rows: int) -> int:
         """`val_size`, or a fifth of the rows, if fewer, where that leaves less than half of them or than a batch."""
-        if self.val_size <= rows // 5 or rows - self.val_size >= max(self.batch_size, rows / 2):
-            return self.val_size
-        log.info("%d of %d rows are held out for validation: val_size=%d is too many", rows // 5, rows, self.val_size)
-        return rows // 5
+        return self._fitting_val_size(rows)
 
     def _check_options(self) -> None:
         """Refuse options that the path cannot have."""
