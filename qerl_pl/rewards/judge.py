@@ -10,6 +10,7 @@ import re
 import sqlite3
 from collections.abc import Sequence
 from contextlib import aclosing, closing
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ Give your reason in one or two sentences. End with a line that has only the grad
 PARSER = r"(?i)score[\s:=*]{0,5}(10(?:\.0+)?|\d(?:\.\d+)?)(?![.,]?\d)"
 
 
+@dataclass(eq=False, repr=False)  # a URL may have a password
 class JudgeReward(Reward):
     """The grade that a judge gives to each completion: a chat model behind an OpenAI-compatible endpoint.
 
@@ -93,54 +95,40 @@ class JudgeReward(Reward):
         name: Logged as `reward/<name>`.
     """
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        template: str = TEMPLATE,
-        parser: str = PARSER,
-        scale: float = 0.1,
-        temperature: float | None = 0.0,
-        max_tokens: int | None = 512,
-        concurrency: int = 16,
-        time_limit_s: float = 60.0,
-        retries: int = 3,
-        patience_s: float = 300.0,
-        api_key_env: str | None = None,
-        cache: str | None = None,
-        weight: float = 1.0,
-        name: str = "judge",
-    ) -> None:
-        if not re.match(r"https?://[^/]", url):
-            raise UserError(f"JudgeReward.url is a base URL; got {url!r}; set http://localhost:8000/v1, say")
-        if "completion" not in _PLACEHOLDER.findall(template):
+    url: str
+    model: str
+    template: str = TEMPLATE
+    parser: str = PARSER
+    scale: float = 0.1
+    temperature: float | None = 0.0
+    max_tokens: int | None = 512
+    concurrency: int = 16
+    time_limit_s: float = 60.0
+    retries: int = 3
+    patience_s: float = 300.0
+    api_key_env: str | None = None
+    cache: str | None = None
+    weight: float = 1.0
+    name: str = "judge"
+
+    def __post_init__(self) -> None:
+        if not re.match(r"https?://[^/]", self.url):
+            raise UserError(f"JudgeReward.url is a base URL; got {self.url!r}; set http://localhost:8000/v1, say")
+        if "completion" not in _PLACEHOLDER.findall(self.template):
             raise UserError(
-                f"JudgeReward.template must hold {{completion}}; got {template!r:.80}; put it in, for the text to grade"
+                f"JudgeReward.template must hold {{completion}}; got {self.template!r:.80}; put it in, for the text to "
+                "grade"
             )
-        require_at_least(1, {"JudgeReward.concurrency": concurrency, "JudgeReward.max_tokens": max_tokens})
-        require_at_least(0, {"JudgeReward.retries": retries})
-        if not (time_limit_s > 0 and patience_s >= 0):
+        require_at_least(1, {"JudgeReward.concurrency": self.concurrency, "JudgeReward.max_tokens": self.max_tokens})
+        require_at_least(0, {"JudgeReward.retries": self.retries})
+        if not (self.time_limit_s > 0 and self.patience_s >= 0):
             raise UserError(
                 "JudgeReward.time_limit_s must be above 0 and patience_s at least 0; "
-                f"got {time_limit_s} and {patience_s}; leave them out if unsure"
+                f"got {self.time_limit_s} and {self.patience_s}; leave them out if unsure"
             )
-        _key_variable(url, api_key_env)
-        self._pattern = _compiled(parser)
-        self.url = url.rstrip("/")
-        self.model = model
-        self.template = template
-        self.parser = parser
-        self.scale = scale
-        self.temperature = temperature
-        self.max_tokens = max_tokens
-        self.concurrency = concurrency
-        self.time_limit_s = time_limit_s
-        self.retries = retries
-        self.patience_s = patience_s
-        self.api_key_env = api_key_env
-        self.cache = cache
-        self.weight = weight
-        self.name = name
+        _key_variable(self.url, self.api_key_env)
+        self._pattern = _compiled(self.parser)
+        self.url = self.url.rstrip("/")
 
     async def __call__(self, samples: Sequence[RewardSample]) -> list[float | None]:
         questions = [self._question(sample) for sample in samples]
