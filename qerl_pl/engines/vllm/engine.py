@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -58,6 +59,7 @@ CPU_BATCH = 4096
 """Tokens of a forward pass on a CPU."""
 
 
+@dataclass(eq=False, repr=False)
 class VLLMEngine(RolloutEngine):
     """vLLM, colocated with the trainer: adapter, norms and noise are written into its memory.
 
@@ -97,43 +99,27 @@ class VLLMEngine(RolloutEngine):
 
     _alive: ClassVar[int] = 0
 
-    def __init__(
-        self,
-        kv_cache_gib: float | None = None,
-        gpu_memory_utilization: float | None = None,
-        kv_cache_dtype: Literal["auto", "fp8"] = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        linear_backend: Literal["marlin", "auto"] = "marlin",
-        decode_gemm_max_tokens: int | None = DECODE_GEMM_MAX_TOKENS,
-        dense_above: int | None = 256,
-        adapter: AdapterMode = "fused",
-        enforce_eager: bool = False,
-        sleep_mode: bool = True,
-        share_weights: bool = True,
-        prefix_caching: bool | None = None,
-        load_format: Literal["auto", "dummy"] = "auto",
-    ) -> None:
-        if kv_cache_gib is not None and gpu_memory_utilization is not None:
+    kv_cache_gib: float | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    linear_backend: Literal["marlin", "auto"] = "marlin"
+    decode_gemm_max_tokens: int | None = DECODE_GEMM_MAX_TOKENS
+    dense_above: int | None = 256
+    adapter: AdapterMode = "fused"
+    enforce_eager: bool = False
+    sleep_mode: bool = True
+    share_weights: bool = True
+    prefix_caching: bool | None = None
+    load_format: Literal["auto", "dummy"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_gib is not None and self.gpu_memory_utilization is not None:
             raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: leave one out")
-        limits = {"max_num_seqs": max_num_seqs, "dense_above": dense_above}
-        require_at_least(1, limits | {"decode_gemm_max_tokens": decode_gemm_max_tokens})
-        self.kv_cache_gib = kv_cache_gib
-        self.gpu_memory_utilization = gpu_memory_utilization
-        self.kv_cache_dtype = kv_cache_dtype
-        self.max_model_len = max_model_len
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.linear_backend = linear_backend
-        self.decode_gemm_max_tokens = decode_gemm_max_tokens
-        self.dense_above = dense_above
-        self.adapter = adapter
-        self.enforce_eager = enforce_eager
-        self.sleep_mode = sleep_mode
-        self.share_weights = share_weights
-        self.prefix_caching = prefix_caching
-        self.load_format = load_format
+        for name in ("max_num_seqs", "dense_above", "decode_gemm_max_tokens"):
+            require_at_least(1, {name: getattr(self, name)})
         self.kernels: list[str] = []
         """Class names of the kernels that vLLM has chosen for the linears."""
         self._expert_kernels: list[str] = []
