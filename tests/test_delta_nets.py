@@ -75,7 +75,7 @@ KEPT = ("A_log", "dt_bias", "conv1d.weight", "norm.weight")
 """Tensors of a gated delta net that no format rounds."""
 
 
-source, base, dense, sampled = fixtures_of("qwen3.5")  # vLLM's CPU build has no float32 for it
+source, base, dense, sampled = fixtures_of(["qwen3.5"])  # vLLM's CPU build has no float32 for it
 
 
 # The recurrence -------------------------------------------------------------------------------------------------------

@@ -63,24 +63,42 @@ def families(names: Sequence[str]) -> list[Any]:
     return [name if name in EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
-@pytest.fixture(scope="module", params=families(MODELS))
-def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A 16-bit checkpoint."""
-    return write_checkpoint(request.param, tmp_path_factory.mktemp("family") / request.param)
+def fixtures_of(names: Sequence[Any], engines: Sequence[Any] = ("transformers",)) -> tuple[Any, Any, Any, Any]:
+    """The fixtures `source`, `base`, `dense` and `sampled` of some families, for a module with tests of them."""
+
+    @pytest.fixture(scope="module", params=names)
+    def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """A 16-bit checkpoint with a layer of each kind."""
+        return write_checkpoint(request.param, tmp_path_factory.mktemp("family") / request.param)
+
+    @pytest.fixture(scope="module")
+    def base(source: Path) -> Path:
+        """The same in 4 bits."""
+        folder = source.with_name(f"{source.name}-nvfp4")
+        quantize_checkpoint(source, folder, STORED[source.name])  # type: ignore[arg-type]
+        return folder
+
+    @pytest.fixture(scope="module")
+    def dense(base: Path) -> Path:
+        """What 4 bits left, in float32."""
+        return write_dense_checkpoint(base, base.with_name(f"{base.name}-dense"), torch.float32)
+
+    @pytest.fixture(scope="module", params=engines)
+    def sampled(request: pytest.FixtureRequest, base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
+        """A policy with a random adapter and changed norms, and an engine of its base."""
+        policy, engine = changed(policy_of(base, train_norms=True)), engine_of(request.param)
+        engine.launch(spec_of(policy))
+        yield policy, engine
+        engine.close()
+
+    return source, base, dense, sampled
 
 
-@pytest.fixture(scope="module")
-def base(source: Path) -> Path:
-    """The same in 4 bits."""
-    folder = source.with_name(f"{source.name}-nvfp4")
-    quantize_checkpoint(source, folder, STORED[source.name])  # type: ignore[arg-type]
-    return folder
+source, base, dense, sampled = fixtures_of(families(MODELS), ENGINES)
 
 
-@pytest.fixture(scope="module")
-def dense(base: Path) -> Path:
-    """What 4 bits left, in float32."""
-    return write_dense_checkpoint(base, base.with_name(f"{base.name}-dense"), torch.float32)
+def engine_of(kind: str) -> RolloutEngine:
+    return TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
 
 
 def policy_of(base: Path, **settings: Any) -> Policy:
@@ -130,16 +148,6 @@ def test_every_linear_is_packed_adapted_and_four_bits_and_norms_before_them_trai
     experts = base.name.removesuffix("-nvfp4") in EXPERTS
     for kind in (PackedAttention, PackedExperts if experts else GatedMLP):
         assert sum(isinstance(module, kind) for module in policy.modules()) == layers
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def sampled(request: pytest.FixtureRequest, base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
-    """A policy with a random adapter and changed norms, and an engine of its base."""
-    policy = changed(policy_of(base, train_norms=True))
-    engine = TransformersEngine() if request.param == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
-    engine.launch(spec_of(policy))
-    yield policy, engine
-    engine.close()
 
 
 def completions_of(engine: RolloutEngine) -> list[list[Completion]]:
@@ -353,10 +361,7 @@ def test_full_fine_tuning_has_the_gradients_of_a_plain_model_and_saves_one(dense
 
 @pytest.mark.parametrize("kind", ENGINES)
 def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(dense_source: Path, kind: str) -> None:
-    source, policy = dense_source, full_policy(dense_source)
-    engine: RolloutEngine = (
-        TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
-    )
+    source, policy, engine = dense_source, full_policy(dense_source), engine_of(kind)
     engine.launch(EngineSpec(source, torch.float32, CPU, 0, (), 96, full_finetuning=True))
     engine.sync(policy.weights(0, NOISE))
     completions = completions_of(engine)
@@ -365,37 +370,6 @@ def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(dens
     assert trainer_gap(policy, completions, None) > 1e-3
     config = PolicyConfig(path=str(source), dtype="float32", quantization="none", lora=LoraConfig(rank=1))
     assert trainer_gap(Policy(source, config, CPU, seed=1).eval(), completions, NOISE) > 0.1  # the base's weights
-
-
-def fixtures_of(name: str) -> tuple[Any, Any, Any, Any]:
-    """The fixtures `source`, `base`, `dense` and `sampled` of one family, for a module with tests of its own."""
-
-    @pytest.fixture(scope="module")
-    def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A 16-bit checkpoint with a layer of each kind."""
-        return write_checkpoint(name, tmp_path_factory.mktemp("family") / name)
-
-    @pytest.fixture(scope="module")
-    def base(source: Path) -> Path:
-        """The same in 4 bits."""
-        folder = source.with_name(f"{name}-nvfp4")
-        quantize_checkpoint(source, folder)
-        return folder
-
-    @pytest.fixture(scope="module")
-    def dense(base: Path) -> Path:
-        """What 4 bits left, in float32."""
-        return write_dense_checkpoint(base, base.with_name(f"{name}-dense"), torch.float32)
-
-    @pytest.fixture(scope="module")
-    def sampled(base: Path) -> Iterator[tuple[Policy, RolloutEngine]]:
-        """A policy with a random adapter and changed norms, and an engine of its base."""
-        policy, engine = changed(policy_of(base, train_norms=True)), TransformersEngine()
-        engine.launch(spec_of(policy))
-        yield policy, engine
-        engine.close()
-
-    return source, base, dense, sampled
 
 
 @pytest.mark.usefixtures("process_state")
@@ -504,7 +478,7 @@ def test_a_mixture_of_experts_starts_beside_a_dense_model_that_samples_on(tmp_pa
     engines, said = [], []
     for name in ("qwen2", "qwen3-moe"):
         policy = changed(policy_of(write_checkpoint(name, tmp_path / name), quantization="none"))
-        engines.append(VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16))
+        engines.append(engine_of("vllm"))
         engines[-1].launch(spec_of(policy))
         engines[-1].sync(policy.weights(0))
         said.append(completions_of(engines[-1]))
@@ -527,7 +501,7 @@ def test_yarn_added_to_config_json_has_the_same_positions_in_trainer_engine_and_
     (folder / "config.json").write_text(json.dumps(stored | {"rope_scaling": yarn}))
     policy = changed(policy_of(folder, quantization="none"))
     assert spec_of(policy).max_tokens == 96 < PolicyConfig(path=str(folder)).positions() == 128
-    engine = TransformersEngine() if kind == "transformers" else VLLMEngine(kv_cache_gib=0.25, max_num_seqs=16)
+    engine = engine_of(kind)
     engine.launch(spec_of(policy))
     engine.sync(policy.weights(0))
     completions = completions_of(engine)

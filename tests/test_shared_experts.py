@@ -62,7 +62,7 @@ def test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_d
     test_families.test_lent_weights_and_triton_kernels_compute_what_the_own_copy_and_pytorch_do(**given)
 
 
-source, base, dense, sampled = fixtures_of("qwen3.5-moe")
+source, base, dense, sampled = fixtures_of(["qwen3.5-moe"])
 
 
 @pytest.mark.parametrize("order", [(0,), (1, 2), (0, 1, 2), (2, 1, 0), (0, 0, 1)])
