@@ -113,7 +113,7 @@ def drift(shape: str, args: argparse.Namespace) -> dict[str, Any]:
     engine.launch(spec)
     started = time.perf_counter() - began
     policy = Policy(base, settings, device, seed=0, shared=engine.shared_weights()).eval()
-    random_model.move_adapter(policy, args.move)
+    random_model.move_trained(policy, args.move)
     engine.sync(policy.weights(0))
     drawn = torch.randint(10, 500, (count, 64), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [Prompt(str(index), tuple(row), "", "") for index, row in enumerate(drawn)]

@@ -211,7 +211,7 @@ def measure(name: str, base: Path, config: Mapping[str, Any], args: argparse.Nam
     started = time.perf_counter() - start
     shared = engine.shared_weights()
     policy = Policy(base, settings, device, seed=0, shared=shared).eval()
-    random_model.move_adapter(policy, args.move)
+    random_model.move_trained(policy, args.move)
     exact = Policy(base, replace(settings, dtype="float32"), device, seed=0).eval()
     exact.load_trained_state(policy.trained_state())
     rows: dict[str, Any] = {}

@@ -238,7 +238,7 @@ def trained_policy(
 ) -> Policy:
     """The policy, its adapter moved away from zero by random numbers of this standard deviation."""
     policy = Policy(base, config, device, seed=0, shared=shared)
-    random_model.move_adapter(policy, move)
+    random_model.move_trained(policy, move)
     return policy
 
 

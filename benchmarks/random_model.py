@@ -310,13 +310,14 @@ def in_mxfp4(stack: torch.Tensor) -> Mapping[str, torch.Tensor]:
     return quantizer.store(torch.stack(codes), torch.stack(scales), None, stack.dtype)[0]
 
 
-def move_adapter(policy: Policy, size: float) -> None:
-    """Add noise to all that is trained, so that an adapter that is lost shows."""
+def move_trained(policy: Policy, size: float) -> Policy:
+    """The policy, with noise added to all that is trained: an adapter that is lost shows."""
     generator = torch.Generator().manual_seed(7)
     state = policy.trained_state()
     policy.load_trained_state(
         {name: t + size * torch.randn(t.shape, generator=generator).to(t.device) for name, t in state.items()}
     )
+    return policy
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from tiny_families import EXPERTS, MODELS, STORED, write_checkpoint, write_wrapp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
 
-from benchmarks.random_model import noisy_norms
+from benchmarks.random_model import move_trained, noisy_norms
 from qerl_pl.algorithm import NormNoise
 from qerl_pl.cli.main import main
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
@@ -108,11 +108,7 @@ def policy_of(base: Path, **settings: Any) -> Policy:
 
 def changed(policy: Policy) -> Policy:
     """The policy with a random adapter, and with norms that are not the base's if they train."""
-    generator = torch.Generator().manual_seed(7)
-    policy.load_trained_state(
-        {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
-    )
-    return policy
+    return move_trained(policy, 0.05)
 
 
 def spec_of(policy: Policy) -> EngineSpec:
@@ -335,11 +331,7 @@ def dense_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 def full_policy(source: Path) -> Policy:
     """A policy whose every weight trains, and differs from the base's."""
     config = PolicyConfig(path=str(source), dtype="float32", quantization="none", finetune="full")
-    policy, generator = Policy(source, config, CPU, seed=1).eval(), torch.Generator().manual_seed(7)
-    policy.load_trained_state(
-        {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
-    )
-    return policy
+    return move_trained(Policy(source, config, CPU, seed=1).eval(), 0.02)
 
 
 def test_full_fine_tuning_has_the_gradients_of_a_plain_model_and_saves_one(dense_source: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.random_model import move_trained
 from qerl_pl.callbacks import RunSummary
 from qerl_pl.engines import EngineSpec, RolloutEngine, TransformersEngine, VLLMEngine
 from qerl_pl.errors import UserError
@@ -39,13 +40,6 @@ def logprobs(policy: Policy, reference: bool = False) -> Tensor:
 def plain_logprobs(model: torch.nn.Module) -> Tensor:
     result = model(TOKENS).logits[0, :-1].float().log_softmax(-1)
     return result.gather(1, TOKENS[0, 1:, None])[:, 0][MASK[0, 1:]]
-
-
-def perturb(policy: Policy) -> None:
-    generator = torch.Generator().manual_seed(7)
-    policy.load_trained_state(
-        {name: t + 0.02 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
-    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +92,7 @@ def test_the_reference_is_a_frozen_copy_that_is_loaded_where_it_is_asked_for(tin
     policy = make(tiny_policy_dir, with_reference=True)
     expected = plain_logprobs(AutoModelForCausalLM.from_pretrained(tiny_policy_dir, dtype=torch.float32))
     trainable = sum(p.numel() for p in policy.parameters())
-    perturb(policy)
+    move_trained(policy, 0.02)
     with torch.no_grad():
         torch.testing.assert_close(logprobs(policy, reference=True), expected, rtol=1e-4, atol=1e-5)
         assert (logprobs(policy) - expected).abs().max() > 0.01
@@ -111,7 +105,7 @@ def test_what_old_llama_files_hold_besides_weights_is_saved_as_it_was(tiny_polic
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     tensors = load_file(tiny_policy_dir / "model.safetensors") | {name: torch.tensor([1.0, 0.5])}
     policy = make(copy_of(tiny_policy_dir, tmp_path / "base", tensors))
-    perturb(policy)
+    move_trained(policy, 0.02)
     (tmp_path / "saved").mkdir()
     policy.save(tmp_path / "saved")
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
@@ -128,7 +122,7 @@ def test_every_weight_reaches_the_engine_in_place(untied: Path, kind: str) -> No
     prompts = [Prompt("p", tuple(TOKENS[0, :6].tolist()), "", "")]
     try:
         before = parity_check.measure_full_finetuning_parity(engine, policy, prompts, 0, 5, 16)
-        perturb(policy)
+        move_trained(policy, 0.02)
         after = parity_check.measure_full_finetuning_parity(engine, policy, prompts, 1, 6, 16)
         for result in (before, after):  # seeds 5 and 6 perturb a layer each
             assert result.adapter_on < 1e-4 and result.adapter_off < 1e-4 < 0.01 < result.adapter_effect

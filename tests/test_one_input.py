@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.random_model import move_trained
 from qerl_pl.formats.quantize import quantize_checkpoint
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.policy import packed_layers
@@ -39,11 +40,7 @@ def frozen(request: pytest.FixtureRequest, quantized: Path, tiny_policy_dir: Pat
 
 def make(folder: Path, quantization: Any = "nvfp4", lora: LoraConfig | None = None, **settings: Any) -> Policy:
     config = PolicyConfig(str(folder), quantization=quantization, lora=lora or LoraConfig(rank=4), **settings)
-    policy = Policy(folder, config, torch.device("cpu"), seed=1).train()
-    draw = torch.Generator().manual_seed(7)
-    state = policy.trained_state()
-    policy.load_trained_state({name: t + 0.1 * torch.randn(t.shape, generator=draw) for name, t in state.items()})
-    return policy
+    return move_trained(Policy(folder, config, torch.device("cpu"), seed=1).train(), 0.1)
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor, float]:

@@ -15,6 +15,7 @@ from test_families import lent
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.random_model import move_trained
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
 from qerl_pl.formats.quantize import quantize_checkpoint
@@ -42,14 +43,6 @@ def dense(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(base: Path, **settings: object) -> Policy:
     config = PolicyConfig(path=str(base), dtype="float32", **settings)  # type: ignore[arg-type]
     return Policy(base, config, CPU, seed=1).eval()
-
-
-def perturb(policy: Policy) -> None:
-    """Give every trained tensor another value, so that an adapter that is lost shows."""
-    generator = torch.Generator().manual_seed(7)
-    policy.load_trained_state(
-        {name: t + 0.1 * torch.randn(t.shape, generator=generator) for name, t in policy.trained_state().items()}
-    )
 
 
 def batch() -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +73,7 @@ def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
     base: Path, dense: Path, tmp_path: Path, train_norms: bool
 ) -> None:
     policy = make(base, train_norms=train_norms)
-    perturb(policy)
+    move_trained(policy, 0.1)
     policy.save(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     plain = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
@@ -94,7 +87,7 @@ def test_exported_adapter_gives_the_same_logprobs_in_plain_peft(
 @pytest.mark.parametrize("train_norms", [False, True])
 def test_reference_is_the_base_whatever_was_trained(base: Path, dense: Path, train_norms: bool) -> None:
     policy = make(base, train_norms=train_norms)
-    perturb(policy)
+    move_trained(policy, 0.1)
     tokens, lengths, mask = batch()
     with torch.no_grad():
         reference = policy.token_values(tokens, lengths, mask, 1.0, reference=True)[0]
@@ -140,7 +133,7 @@ def test_what_is_recomputed_changes_no_bit_of_a_gradient(
     for checkpointing in (False, True, "selective", "offload"):
         settings = {"gradient_checkpointing": checkpointing, "lora": lora, "train_norms": True}
         policy = make(folder, quantization=quantization, **settings).train()
-        perturb(policy)
+        move_trained(policy, 0.1)
         torch.manual_seed(5)
         for _ in range(2):
             policy.token_values(tokens, lengths, mask, 1.0)[0].sum().backward()
@@ -230,7 +223,7 @@ def test_refuses_an_output_layer_that_config_json_ties_to_other_embeddings(base:
 def test_a_probe_changes_what_the_policy_says_and_leaves_no_trace(base: Path, trained: bool) -> None:
     policy = make(base, lora=LoraConfig(rank=4, alpha=16.0))
     if trained:
-        perturb(policy)
+        move_trained(policy, 0.1)
     before = {name: tensor.clone() for name, tensor in policy.trained_state().items()}
     random = torch.get_rng_state()
     said = [policy.token_values(*batch(), 1.0)[0]]
@@ -273,7 +266,7 @@ def test_bfloat16_policy_keeps_float32_masters(base: Path) -> None:
 
 def test_packing_computes_no_padding_and_no_row_that_selects_nothing(base: Path) -> None:
     policy = make(base)
-    perturb(policy)
+    move_trained(policy, 0.1)
     tokens, lengths, mask = batch()
     sizes: list[int] = []
     policy.base.get_decoder().layers[0].register_forward_hook(  # type: ignore[operator]
@@ -323,7 +316,7 @@ def test_borrowed_marlin_weights_give_the_bits_of_an_own_copy(base: Path) -> Non
     results = []
     for lender in (None, shared):
         policy = Policy(base, config, CPU, seed=1, shared=lender)
-        perturb(policy)
+        move_trained(policy, 0.1)
         logprobs, *_ = policy.token_values(tokens, lengths, mask, 1.0)
         logprobs.sum().backward()
         results.append((policy, logprobs.detach(), [p.grad for p in policy.parameters() if p.requires_grad]))

@@ -15,6 +15,7 @@ from tiny_families import write_checkpoint, write_wrapped, write_wrapped_gemma4,
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from benchmarks.random_model import move_trained
 from qerl_pl.cli.dry_run import shape_of
 from qerl_pl.cli.export import _check_multimodal
 from qerl_pl.cli.main import main
@@ -135,15 +136,14 @@ def test_the_16_bit_text_model_trains_as_the_published_one_computes(
         assert (base / file).read_bytes() == (wrapped / file).read_bytes()
 
     assert config_of(base).base_folder() == base and shape_of(config_of(base)) == shape_of(config_of(text))
-    policy, generator = Policy(base, config_of(base), torch.device("cpu"), seed=1).eval(), torch.Generator()
+    policy = Policy(base, config_of(base), torch.device("cpu"), seed=1).eval()
     model = AutoModelForImageTextToText.from_pretrained(wrapped, dtype=torch.float32)
     plain, ids = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), torch.tensor(ROWS[:1])
     with torch.no_grad():
         assert torch.equal(plain.eval()(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
     assert_same(policy, model)
-    changed = {key: t + 0.05 * torch.randn(t.shape, generator=generator) for key, t in policy.trained_state().items()}
     before = logprobs_of(policy)
-    policy.load_trained_state(changed)
+    move_trained(policy, 0.05)
     assert (torch.cat(before) - torch.cat(logprobs_of(policy))).abs().mean() > 0.01
     policy.save(tmp_path / "mine")
     _check_multimodal(str(wrapped), base, False)
