@@ -12,6 +12,7 @@ import yaml
 from fit_helpers import configuration
 from safetensors.torch import load_file
 from test_killed import in_a_fork
+from torch import Tensor
 
 from qerl_pl.cli.main import main
 from qerl_pl.formats.base import FORMATS
@@ -51,6 +52,26 @@ def killed(path: Path) -> None:
     main(["fit", "-c", str(path)])
 
 
+def learned_and_exported(base: Path, folder: Path, way: str, capfd: pytest.CaptureFixture[str]) -> dict[str, Tensor]:
+    """What a run has learned, killed or not, and validated; it is in `exported`, and an adapter also in `merged`."""
+    result, file = ("model", "model.safetensors") if way == "full" else ("adapter", "adapter_model.safetensors")
+    run, broken = folder / "whole", folder / "broken"
+    assert main(["fit", "-c", str(written(base, run, way))]) == 0
+    learned = load_file(run / result / file)
+    path = written(base, broken, way)
+    assert in_a_fork(partial(killed, path)) == -signal.SIGKILL
+    assert not (broken / result).exists()
+    assert main(["fit", "-c", str(path), "--resume", "auto"]) == 0
+    assert main(["validate", "-c", str(run / "config.yaml"), "--resume", "auto"]) == 0
+    assert "val/accuracy" in capfd.readouterr().out
+    assert main(["export", str(run), str(folder / "exported")]) == 0
+    for found in (load_file(broken / result / file), load_file(folder / "exported" / file)):
+        assert found.keys() == learned.keys() and all(torch.equal(found[name], learned[name]) for name in learned)
+    if way != "full":
+        assert main(["export", str(run), str(folder / "merged"), "--merge", "true"]) == 0
+    return learned
+
+
 @pytest.mark.usefixtures("process_state")
 @pytest.mark.parametrize(
     "way", [way if way == "nvfp4" else pytest.param(way, marks=pytest.mark.nightly) for way in WAYS]
@@ -58,28 +79,11 @@ def killed(path: Path) -> None:
 def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
     tiny_policy_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], way: str
 ) -> None:
-    result, file = ("model", "model.safetensors") if way == "full" else ("adapter", "adapter_model.safetensors")
-    path = written(tiny_policy_dir, tmp_path / "whole", way)
-    assert main(["fit", "-c", str(path)]) == 0
-    learned = load_file(tmp_path / "whole" / result / file)
-    broken = written(tiny_policy_dir, tmp_path / "broken", way)
-    assert in_a_fork(partial(killed, broken)) == -signal.SIGKILL
-    assert not (tmp_path / "broken" / result).exists()
-    assert main(["fit", "-c", str(broken), "--resume", "auto"]) == 0
-    found = load_file(tmp_path / "broken" / result / file)
-    assert found.keys() == learned.keys() and all(torch.equal(found[name], learned[name]) for name in learned)
-
-    run = tmp_path / "whole"
-    assert main(["validate", "-c", str(run / "config.yaml"), "--resume", "auto"]) == 0
-    assert "val/accuracy" in capfd.readouterr().out
-    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
-    exported = load_file(tmp_path / "exported" / file)
-    assert exported.keys() == learned.keys() and all(torch.equal(exported[name], learned[name]) for name in learned)
+    learned = learned_and_exported(tiny_policy_dir, tmp_path, way, capfd)
     if way == "full":
         before = dict(iterate_dense(tiny_policy_dir, torch.float32))
         assert all((learned[name] != before[name]).any() for name in before)  # everything has moved
         return
-    assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     base = PolicyConfig(path=str(tiny_policy_dir), quantization=WAYS[way]["quantization"]).base_folder()  # type: ignore[arg-type]
     for name, weight in dict(iterate_dense(base, torch.float32)).items():

@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ import torch
 from plain_ops import to_marlin
 from qerl_kernels import FrozenWeight, MarlinRows, MarlinStack, MarlinTensor, NVFP4Tensor, StackedWeight, select_backend
 from safetensors.torch import load_file
-from test_every_way import killed, written
-from test_killed import in_a_fork
+from test_every_way import learned_and_exported
 from test_ops_experts import padded_stack
 from tiny_families import EXPERTS, MODELS, STORED, write_checkpoint, write_wrapped
 from torch import Tensor
@@ -368,21 +365,8 @@ def test_every_weight_of_full_fine_tuning_reaches_the_engine_with_its_noise(dens
 def test_a_run_is_killed_goes_on_bit_for_bit_and_exports(
     source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(source, tmp_path / "whole", STORED[source.name])
-    assert main(["fit", "-c", str(path)]) == 0
-    learned = load_file(tmp_path / "whole" / "adapter" / "adapter_model.safetensors")
-    broken = written(source, tmp_path / "broken", STORED[source.name])
-    assert in_a_fork(partial(killed, broken)) == -signal.SIGKILL
-    assert main(["fit", "-c", str(broken), "--resume", "auto"]) == 0
-    found = load_file(tmp_path / "broken" / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == learned.keys() and all(torch.equal(found[name], learned[name]) for name in learned)
-    assert all(tensor.any() for name, tensor in learned.items())  # B, too: everything has moved
-
-    run = tmp_path / "whole"
-    assert main(["validate", "-c", str(run / "config.yaml"), "--resume", "auto"]) == 0
-    assert "val/accuracy" in capfd.readouterr().out
-    assert main(["export", str(run), str(tmp_path / "exported")]) == 0
-    assert main(["export", str(run), str(tmp_path / "merged"), "--merge", "true"]) == 0
+    learned = learned_and_exported(source, tmp_path, STORED[source.name], capfd)
+    assert all(tensor.any() for tensor in learned.values())  # B, too: everything has moved
     base = PolicyConfig(path=str(source), quantization=STORED[source.name]).base_folder()  # type: ignore[arg-type]
     dense = write_dense_checkpoint(base, tmp_path / "dense", torch.float32)
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
