@@ -231,6 +231,7 @@ def test_the_operator_is_as_pytorch_wants_it(tokens: int) -> None:
     layer, _ = fused()
     held = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
     adapter = (layer.qerl_a, layer.qerl_b, [64, 128], MAX_TOKENS, DENSE_ABOVE)
-    arguments = (tokens_of(tokens), *held, layer.workspace, None, None, layer.qerl_alpha, *adapter)
+    biases = (torch.ones(192).bfloat16(), torch.ones(192).bfloat16())  # in Marlin's order, and in plain order
+    arguments = (tokens_of(tokens), *held, layer.workspace, *biases, layer.qerl_alpha, *adapter)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(fp4_linear, arguments, test_utils=checks)

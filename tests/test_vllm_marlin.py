@@ -20,9 +20,7 @@ from qerl_pl.engines.vllm import compat
 from qerl_pl.engines.vllm.attach import attach_all
 from qerl_pl.engines.vllm.linear_methods import (
     FP4Method,
-    attach_adapter,
     attach_fp4,
-    fp4_linear,
     marlin_tensor,
     shared_rows,
     why_not_shared,
@@ -134,31 +132,6 @@ def test_up_to_dense_above_marlin_multiplies_and_the_dense_weight_beyond(
     assert torch.equal(call[6], BIAS.flip(0)) if biased else call[6] is None
     expected = x.float() @ dense(layer).T + (BIAS.float() if biased else 0.0)
     torch.testing.assert_close(many.float(), expected, rtol=8e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
-def test_the_operator_is_as_pytorch_wants_it(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
-    layer = linear(True)
-    attach_fp4(layer, DENSE_ABOVE)
-    weight = (layer.weight, layer.weight_scale.view(torch.uint8), layer.weight_global_scale)  # for it compares inputs
-    biases = (layer.bias, layer.qerl_bias, layer.qerl_alpha, None, None, [], 0, DENSE_ABOVE)
-    arguments = (torch.zeros(tokens, COLUMNS).bfloat16(), *weight, layer.workspace, *biases)
-    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(fp4_linear, arguments, test_utils=checks)
-
-
-@pytest.mark.parametrize("tokens", [DENSE_ABOVE, DENSE_ABOVE + 1])
-def test_the_adapter_counts_whoever_computes(marlin_calls: list[tuple[Any, ...]], tokens: int) -> None:
-    layer = linear(False)
-    attach_fp4(layer, DENSE_ABOVE)
-    buffers = attach_adapter(layer, [("all", 0, ROWS)], 1, torch.bfloat16)  # in the order of the worker
-    x = torch.ones(tokens, COLUMNS).bfloat16()
-    with torch.inference_mode():
-        without = layer.quant_method.apply(layer, x)
-        for factor in buffers["all"]:
-            factor.fill_(1.0)
-        delta = layer.quant_method.apply(layer, x) - without
-    torch.testing.assert_close(delta, torch.full_like(delta, COLUMNS), rtol=8e-3, atol=0)
 
 
 def test_a_layout_that_is_read_otherwise_is_refused() -> None:
