@@ -94,8 +94,9 @@ _FORMULA = (
 _FORMULAS = re.compile(rf"{_FORMULA}(?:\s*(?:(?:,\s*(?:and|or)|[,;]|and|or)\s*)?{_FORMULA})*", re.DOTALL)
 _POWER = r"\^\s?(?:\{\s?[-−+]?\d+\s?\}|[-−+]?\d+)"
 _NUMBER = (
-    r"[-−]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?"
+    r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d+\s(?=\d+/\d))?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+|(?=\.\d))(?:\.\d+)?(?::\d+)*"
     rf"(?:/\d+|[eE][-+−]?\d+(?!\w)|(?:\s?(?:\*|×|x|·|\\times|\\cdot)\s?10)?\s?{_POWER})?(?:\s?%)?"
+    r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)\b)?"
 )
 _NUMBERS = re.compile(rf"{_NUMBER}(?:[.,]?\s+or\s[^\d$.%−-]*{_NUMBER})*")  # a number, or alternatives ("5 or 6")
 _TEXT_MARK = r"\\(?:text|textrm|textbf|textit|mbox|mathrm)"

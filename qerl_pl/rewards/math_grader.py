@@ -49,6 +49,9 @@ _LATEX = replace(_LATEX, normalization_config=replace(_LATEX.normalization_confi
 _APPROX = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])")
 _WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b)[A-Za-z]{3,}")
 """A word, which math-verify would read as a product of its letters."""
+_PERCENTAGE = re.compile(  # a fraction of a percentage
+    r"\s*-?\s*\\[dt]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)\s*\\?%\s*"
+)
 _ROUNDED = 5e-7
 """Most by which a decimal differs from the number that it rounds."""
 _DIGITS = 30
@@ -65,7 +68,7 @@ def _deny(event: str, args: tuple[Any, ...]) -> None:
 def _read_one(latex: str) -> list[Any]:
     """A formula parsed by math-verify; if that fails, its number, if it has only one.
 
-    Of "x is about y" both are read, if y may be a rounding of x.
+    Of "x is about y" both are read, if they are numbers and y may be a rounding of x, or else x.
     """
     wrapped = re.fullmatch(r"(\\boxed\{|\$)(.*)([}$])", latex, re.DOTALL)
     sides = [side for side in _APPROX.split(wrapped[2]) if side.strip()] if wrapped else []
@@ -73,8 +76,15 @@ def _read_one(latex: str) -> list[Any]:
         each = [_read_one(f"{wrapped[1]}{side}{wrapped[3]}") for side in sides]
         values = [_first_value(parsed) for parsed in each]
         rounds = all(_may_round(*pair) for pair in zip(values, values[1:], sides[1:], strict=False))
-        return [*values, latex] if None not in values and rounds else [latex]
-    values = parse(latex, [_LATEX], parsing_timeout=None)
+        if None in values or not rounds:
+            return [latex]
+        if isinstance(values[0], Symbol):  # x \approx 5
+            return [values[-1], latex]
+        numbers = all(_error(_side(values[0]), _side(other))[0] is not None for other in values[1:])
+        return [*(values if numbers else values[:1]), latex]
+    # Of a formula that it cannot parse, math-verify would take a fraction within for the whole.
+    mode = "any_match" if wrapped and _PERCENTAGE.fullmatch(wrapped[2]) else "first_match"
+    values = parse(latex, [_LATEX], extraction_mode=mode, parsing_timeout=None)
     values = [_named(value) for value in values]
     if any(not isinstance(value, str) for value in values) or len(re.findall(r"[\d.,/]*\d", latex)) > 1:
         return values
@@ -245,6 +255,8 @@ def equivalent(reference: str, answer: str) -> bool:
     if notation.doubtful(reference, answer):
         return False
     (expected, value), (chosen, given) = notation.split_label(reference), notation.split_label(answer)
+    if chosen and notation.CHOICE.search(given) and not notation.CHOICE.search(value):
+        return False  # two choices
     if expected and chosen:
         return expected == chosen and (not value or not given or _equivalent(value, given))
     if expected:

@@ -44,7 +44,7 @@ _WITH_FRACTION = re.compile(
     r"\s*(?:\{\s*(\d{1,20})\s*\}|(\d))\s*(?:\{\s*(\d{1,20})\s*\}|(\d))(?!\s*(?:[\d^!]|\\[dt]?frac))"
 )
 """A mixed number in LaTeX, which math-verify reads as a product before another factor or a percent sign."""
-_REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\overline\s*\{\s*(\d{1,20})\s*\}")
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20})\\(?:overline|bar)\s*\{\s*(\d{1,20})\s*\}")
 _OR = re.compile(r"\\(?:lor|vee)(?![A-Za-z])|∨")
 _DOUBTS = (
     re.compile(  # negations
@@ -72,6 +72,8 @@ _SYNONYMS = {
     r"\\(?:Bbb|mathbb)(?:\s*\{\s*([A-Z])\s*\}|\s+([A-Z])(?![A-Za-z]))": r"\\mathbb{\1\2}",
     r"-\s*\\infty\s*<\s*[a-z]\s*<\s*\+?\s*\\infty(?![A-Za-z])": r"\\mathbb{R}",
     r"\\(vec|hat|bar|overline|tilde)\s+([A-Za-z])(?![A-Za-z])": r"\\\1{\2}",
+    r"\^?\s*\\degree(?![A-Za-z])": r"^\\circ ", r"\^\s+\\circ": r"^\\circ",
+    r"(\\sqrt|\^)\s*(\\[dt]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d))": r"\1{\2}",
 }  # fmt: skip
 _EACH = "(?:the )?(?:set of )?(?:all |any |every |the )"
 _SETS = {
@@ -121,6 +123,8 @@ _LABEL = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 """The letter of a choice before its value."""
+CHOICE = re.compile(r"\([A-J]\)|(?<![A-Za-z\\])[A-J](?:\)|[.:](?=\s|$))")
+"""The letter of another choice."""
 _ELEMENT = re.compile(r"((?:^|[,;($=]|\\\{|\b(?:and|or)\b)\s*)([A-Za-z]{3,})(?=\s*(?:$|[,;)$]|\\\}|\b(?:and|or)\b))")
 """A run of letters that is a value by itself."""
 
@@ -155,6 +159,7 @@ def plain(text: str, reference: str = "") -> str:
     text = re.sub(_FONT + r"\{\s*(?:percent|pct)\s*\}", r"\\%", text)
     text = re.sub(r"\\angle\s*([A-Z]{3})", lambda name: rf"\text{{angle{min(name[1], name[1][::-1])}}}", text)
     text = _numbers(text, reference)
+    text = re.sub(rf"{_FONT}\{{\s*([-+]?\d[\d.,/]*)\s*\}}", r" \1 ", text)  # \textbf{5}
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _WITH_FRACTION.sub(_one_fraction, text)
     text = _REPEATING.sub(_fraction, text)
