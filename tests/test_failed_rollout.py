@@ -110,6 +110,24 @@ def test_a_reward_that_fails_saves_the_state_before_its_rollout_and_the_run_resu
     )
 
 
+def test_what_another_callback_saves_within_a_failed_rollout_resumes_before_it(
+    whole: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    run, words = tmp_path / "run", flaky_run(tiny_policy_dir, tmp_path, 99)[:-2]
+    settings = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    saves = {"monitor": "val/accuracy", "filename": "failed", "save_on_exception": True}
+    settings["trainer"]["callbacks"].append(
+        {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": saves}
+    )
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    (tmp_path / "broken").write_text("7")
+    assert main(words) == 2
+    (tmp_path / "broken").unlink()
+    (path,) = run.rglob("failed*.ckpt")
+    assert main([*words, "--ckpt_path", str(path)]) == 0
+    assert not differences(*(load_file(one / "adapter" / "adapter_model.safetensors") for one in (run, whole)))
+
+
 class Fails(Callback):
     """Raises where a rollout would, before a number of the run's steps."""
 

@@ -209,6 +209,18 @@ def test_a_development_run_leaves_nothing_to_go_on_from(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_development_run_leaves_a_finished_runs_folder_as_it_is(
+    finished: Path, tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    settings = settings_of(tiny_policy_dir, run)
+    settings["trainer"]["fast_dev_run"] = True
+    assert fit(settings, monkeypatch).model.policy_version == 1
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
 def test_export_refuses_a_checkpoint_of_another_base(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,10 +11,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateFinder,
+    ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
@@ -30,6 +32,7 @@ from qerl_pl.modules import Policy, PolicyConfig, QeRLModule, SFTModule
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.policy.lora import PROJECTIONS
+from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY
 from qerl_pl.runtime.checks import require_planned_end
 from qerl_pl.runtime.random_state import random_state
 from qerl_pl.seeds import stream_seed
@@ -174,9 +177,11 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
     module.policy = nn.Linear(2, 2)  # type: ignore[assignment]
     module.policy.bias.requires_grad_(False)
     configured: Any = module.configure_optimizers()
-    rate = configured["lr_scheduler"].lr_lambdas[0]
+    scheduled = configured["lr_scheduler"]
+    rate = scheduled["scheduler"].lr_lambdas[0]
     assert [rate(step) for step in range(9)] == pytest.approx([0, 1 / 2, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
-    assert configured["lr_scheduler"].optimizer is configured["optimizer"]
+    assert scheduled["scheduler"].optimizer is configured["optimizer"]
+    assert scheduled["interval"] == "step"  # of which LearningRateMonitor logs each
     assert [group["params"] for group in configured["optimizer"].param_groups] == [[module.policy.weight]]
     for name in ("reduce_lr_on_plateau", "nonesuch"):
         module.lr_scheduler = name
@@ -398,6 +403,8 @@ def test_a_limit_that_does_not_extend_a_finished_epoch_is_said(
         ([StochasticWeightAveraging(swa_lrs=0.1)], {}, "got StochasticWeightAveraging; leave it out"),
         ([GradientAccumulationScheduler({0: 2})], {}, "got GradientAccumulationScheduler; leave it out"),
         ([LearningRateFinder()], {}, "got LearningRateFinder; leave it out"),
+        ([BatchSizeFinder()], {}, "got BatchSizeFinder; leave it out"),
+        ([], {"limit_train_batches": 0}, "trains on batches; got trainer.limit_train_batches=0; raise it"),
         ([], {"barebones": True}, "training logs its metrics; got a Trainer with barebones=True; leave it out"),
     ],
 )
@@ -406,6 +413,16 @@ def test_what_training_has_no_use_for_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         trainer_of(tmp_path, *callbacks, **settings).fit(module_of(tiny_policy_dir), datamodule=data())
+
+
+def test_a_checkpoint_of_each_rollout_has_its_number(tiny_policy_dir: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"monitor": "reward/mean", "every_n_train_steps": 1, "save_top_k": -1}
+    saves = ModelCheckpoint(tmp_path, "best-{rollouts:.0f}", **given)
+    trainer_of(tmp_path / "run", saves, max_epochs=1).fit(module_of(tiny_policy_dir), datamodule=data())
+    found = {path.name: torch.load(path, weights_only=True)[CHECKPOINT_KEY] for path in tmp_path.glob("*.ckpt")}
+    assert {name: state["policy_version"] for name, state in found.items()} == {
+        f"best-rollouts={number}.ckpt": number for number in (1, 2, 3, 4)
+    }
 
 
 def test_weights_alone_are_no_state_to_go_on_from(

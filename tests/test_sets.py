@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fit_helpers import Vowels, train
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from short_run import module_of, trainer_of
 from torch.utils.data import DataLoader
 
@@ -15,6 +15,7 @@ from qerl_pl.callbacks import RunSummary
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule, Row, TableConfig
 from qerl_pl.engines import TransformersEngine
 from qerl_pl.errors import UserError
+from qerl_pl.modules import QeRLModule
 from qerl_pl.types import Evaluation
 
 
@@ -225,19 +226,29 @@ def test_the_best_checkpoint_of_a_module_with_sets_of_its_own(tiny_policy_dir: P
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             pl_module.log("val/mine", 0.5)
 
-    def fit(monitor: str, **settings: Any) -> ModelCheckpoint:
+    class Mine(QeRLModule):
+        def on_validation_epoch_end(self) -> None:
+            super().on_validation_epoch_end()
+            self.log("val/also_mine", 0.5)
+
+    def fit(monitor: str, *others: Callback, **settings: Any) -> ModelCheckpoint:
         best = ModelCheckpoint(tmp_path, "best", monitor=monitor, mode="max")
-        trainer = trainer_of(tmp_path / "run", Logs(), best, **settings)
-        trainer.fit(module_of(tiny_policy_dir), datamodule=Sets({"easy": 2, "MATH-500": 2}))
+        module = module_of(tiny_policy_dir)
+        module.__class__ = Mine
+        trainer = trainer_of(tmp_path / "run", Logs(), best, *others, **settings)
+        trainer.fit(module, datamodule=Sets({"easy": 2, "MATH-500": 2}))
         return best
 
     best = fit("val/accuracy")  # which sets with names do not log
     assert best.monitor == "val/easy/accuracy" and Path(best.best_model_path).is_file()
-    assert Path(fit("val/mine", num_sanity_val_steps=-1).best_model_path).is_file()
-    said = "best.monitor must be one of val/MATH-500/accuracy, .*; got val/easy/acuracy; correct it"
+    for mine in ("val/mine", "val/also_mine"):
+        assert Path(fit(mine, num_sanity_val_steps=-1).best_model_path).is_file()
+    said = "ModelCheckpoint.monitor must be one of val/MATH-500/accuracy, .*; got val/easy/acuracy; correct it"
     for settings in ({}, {"num_sanity_val_steps": -1}):
         with pytest.raises(UserError, match=said):
             fit("val/easy/acuracy", **settings)
+        with pytest.raises(UserError, match=said.replace("ModelCheckpoint", "EarlyStopping")):
+            fit("val/mine", EarlyStopping("val/easy/acuracy"), **settings)
 
 
 def test_of_a_larger_set_rows_are_drawn_by_the_seed(tiny_policy_dir: Path) -> None:

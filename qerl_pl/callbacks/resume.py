@@ -155,7 +155,6 @@ class ResumeCheckpoint(Checkpoint):
         if not self._step_end:  # it may be the rollout that the run has resumed at
             done, files = trainer.fit_loop.total_batch_idx, resume_files(_folder(trainer))
             return next((path for path, rollouts in files.items() if rollouts == done), None)
-        set_random_state(self._step_end["random_state"])
         return self._save(trainer)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -174,8 +173,12 @@ class ResumeCheckpoint(Checkpoint):
         return int(trainer.strategy.reduce(number, reduce_op="max")) or None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save the loops at the end of the last step."""
-        if self._saves:
+        """Save the loops at the end of the last step, also where another callback saves within one that failed."""
+        batches = trainer.fit_loop.epoch_loop.batch_progress.total
+        within_step = bool(self._step_end) and batches.ready > batches.processed  # type: ignore[attr-defined]
+        if within_step:
+            set_random_state(self._step_end["random_state"])
+        if self._saves or within_step:
             checkpoint["epoch"], checkpoint["loops"]["fit_loop"] = self._step_end["epoch"], self._step_end["loops"]
 
     def _save(self, trainer: Trainer) -> Path:

@@ -321,6 +321,15 @@ class RolloutCallback(Callback, SamplingCallback):
         """Sample and grade validation prompts, without noise."""
         self._evaluate(_module(pl_module), batch, _data(trainer).val_names[dataloader_idx])
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse checkpoints and early stops by a metric that validations do not have, also in the sanity check."""
+        logged = {one.meta.name for one in (trainer._results or {}).values()}  # also by subclasses and callbacks
+        for one in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks):
+            monitor = getattr(one, "monitor", None) or ""
+            if monitor.startswith("val/") and monitor not in logged:
+                tags = ", ".join(sorted(tag for tag in logged if tag.startswith("val/")))
+                raise UserError(f"{type(one).__name__}.monitor must be one of {tags}; got {monitor}; correct it")
+
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:

@@ -53,7 +53,7 @@ from qerl_pl.runtime.checkpoint_io import (
     verify,
 )
 from qerl_pl.runtime.checks import check_devices, check_ranks_divide, check_world
-from qerl_pl.runtime.communicator import is_first_process, planned_ranks
+from qerl_pl.runtime.communicator import is_first_process, planned_ranks, writes_files
 from qerl_pl.runtime.files import locked
 from qerl_pl.runtime.random_state import set_cublas_config
 from qerl_pl.runtime.strategy import UnwrappedDDPStrategy
@@ -301,7 +301,7 @@ class QeRLCLI(LightningCLI):
             kwargs |= self._checkpoint(kwargs)
             if self._get(self.config, "resume") == "auto" and kwargs["ckpt_path"] is None:
                 log.info("no checkpoint in %s to resume from; starting fresh", root.absolute() / FOLDER)
-            elif kwargs.get("ckpt_path") is None and (old := newest_checkpoint(root)):
+            elif kwargs.get("ckpt_path") is None and writes_files(self.trainer) and (old := newest_checkpoint(root)):
                 raise UserError(
                     f"a run that starts fresh needs a folder without another run's checkpoints; got {old}; add "
                     "--resume auto to go on, or choose another trainer.default_root_dir"

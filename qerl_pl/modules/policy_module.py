@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
@@ -49,7 +50,13 @@ from qerl_pl.seeds import stream_seed
 
 log = logging.getLogger(__name__)
 
-_REFUSED = (WeightAveraging, StochasticWeightAveraging, GradientAccumulationScheduler, LearningRateFinder)
+_REFUSED = (
+    WeightAveraging,
+    StochasticWeightAveraging,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    BatchSizeFinder,
+)
 """Callbacks that need Lightning's automatic optimization, or train weights that checkpoints do not hold."""
 
 RATES = ("initial_lr", "weight_decay")
@@ -236,7 +243,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._saved = built
         names = (*RATES, *MOMENTS) if isinstance(schedule, LambdaLR) else RATES
         self._rates = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def optimizer_and_schedule(self) -> tuple[LightningOptimizer, LRScheduler]:
         """The only ones of the training."""

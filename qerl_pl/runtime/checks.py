@@ -64,12 +64,14 @@ def limit_epochs(trainer: Trainer) -> None:
 
 
 def require_planned_end(trainer: Trainer) -> None:
-    """Raise a UserError if a run has no limit on epochs or steps, which schedules need."""
+    """Raise a UserError if a run has no limit on epochs or steps, which schedules need, or trains on nothing."""
     if max(trainer.max_epochs or 0, trainer.max_steps or 0) < 1:
         raise UserError(
             "schedules of noise and learning rate need a planned end; the run has none; "
             "set trainer.max_epochs or trainer.max_steps"
         )
+    if trainer.limit_train_batches == 0:
+        raise UserError("a run trains on batches; got trainer.limit_train_batches=0; raise it, or use validate")
 
 
 def check_devices(trainer: Trainer) -> None:
