@@ -38,6 +38,32 @@ def test_hermes(text: str, expected: list[ToolCall | None]) -> None:
     assert calls("hermes", text) == expected
 
 
+ONE_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2]\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no call <function=", []),
+        (f"{ONE_CALL}\n</tool_call>", [ADD]),
+        (f"Let me.{ONE_CALL}", [ADD]),  # cut by a stop string
+        (f"<think>{ONE_CALL}</tool_call></think>\n<function=now>\n</function>{ONE_CALL}", [ToolCall("now", {}), ADD]),
+        ("<function=say><parameter=text>\ntwo\n lines\n</parameter>", [ToolCall("say", {"text": "two\n lines"})]),
+        (f"<function=add><parameter=a>{DEEP}", [ToolCall("add", {"a": DEEP})]),
+        ("<function=" * 100_000, []),
+    ],
+)
+def test_qwen3_coder(text: str, expected: list[ToolCall | None]) -> None:
+    assert calls("qwen3_coder", text) == expected
+
+
+def test_a_value_of_tags_is_text_where_the_tool_takes_text() -> None:
+    (call,) = tool_format_of("qwen3_coder", "")("<function=say><parameter=text>\n42\n</parameter></function>")
+    schema = {"type": "object", "properties": {"text": {"type": "string"}}}
+    assert isinstance(call, ToolCall) and call.arguments == {"text": 42}
+    assert call.for_schema([{"function": {"name": "say", "parameters": schema}}]).arguments == {"text": "42"}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -94,6 +120,7 @@ def test_auto_chooses_by_the_template() -> None:
     text = json.dumps({"name": "add", "arguments": {}})
     hermes = tool_format_of("auto", "... <tool_call> ...")
     assert hermes(f"<tool_call>{text}") == [ToolCall("add", {})] and hermes(text) == []
+    assert tool_format_of("auto", "<tool_call>\n<function=add>\n<parameter=a>")(ONE_CALL) == [ADD]
     llama = tool_format_of("auto", '{"name": function name, "parameters": ...} ... ipython')
     assert llama(text) == [ToolCall("add", {})]
 
@@ -101,10 +128,10 @@ def test_auto_chooses_by_the_template() -> None:
 @pytest.mark.parametrize(
     ("name", "template", "error"),
     [
-        ("auto", "{{ messages }}", "this template has neither; set it to one"),
-        ("auto", "<tool_call>\n<function=add>\n<parameter=a>", "this template has neither"),  # XML is not Hermes'
+        ("auto", "{{ messages }}", "this template has none; set it to one"),
+        ("auto", "<tool_call>\n<function=add>{", "this template has none"),  # not Hermes'
         ("hermes2", "", "names the tool by a group called name; 'hermes2' has none"),
-        ("(", "", "auto, hermes, llama3_json or a regular expression"),
+        ("(", "", "auto, hermes, qwen3_coder, llama3_json or a regular expression"),
     ],
 )
 def test_unknown_formats_are_refused(name: str, template: str, error: str) -> None:

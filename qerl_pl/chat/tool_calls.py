@@ -1,4 +1,4 @@
-"""Tool calls in a turn's text: Qwen's and Hermes' JSON, Llama 3's JSON, or a regular expression."""
+"""Tool calls in a turn's text: Qwen's and Hermes' JSON, Qwen3.5's tags, Llama 3's JSON, or a regular expression."""
 
 import itertools
 import json
@@ -40,6 +40,8 @@ ToolFormat = Callable[[str], list[ToolCall | MalformedCall]]
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _CLOSED = re.compile(r"\s*(?:</tool_call>|\Z)")
 """What follows a call; a stop string may have cut the mark."""
+_FUNCTION = re.compile(r"<function=([^<>\n]{1,200})>(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^<>\n]{1,200})>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 _LLAMA_TAG = "<|python_tag|>"
 _REASONING_END = "</think>"
 _MARK = re.compile(r'\{(?=\s*["}])|</?think>')
@@ -52,31 +54,35 @@ def tool_format_of(name: str, chat_template: str) -> ToolFormat:
     """The parser of a tool format.
 
     Args:
-        name: `hermes`, `llama3_json`, or a regular expression with named groups, see `parse_pattern`; `auto` chooses
-            one of the first two by the chat template.
+        name: `hermes`, `qwen3_coder`, `llama3_json`, or a regular expression with named groups, see `parse_pattern`;
+            `auto` chooses one of the first three by the chat template.
         chat_template: Of the policy.
 
     Raises:
         UserError: The name is no format, or the chat template has none of the known ones.
     """
     if name == "auto":
-        if "<tool_call>" in chat_template and "<function=" not in chat_template:  # which Qwen 3.5 writes within
+        if "<function=" in chat_template and "<parameter=" in chat_template:
+            return parse_qwen3_coder
+        if "<tool_call>" in chat_template and "<function=" not in chat_template:
             return parse_hermes
         if '"parameters"' in chat_template and "ipython" in chat_template:
             return parse_llama3
         raise UserError(
-            "rollout.environment.tool_format auto takes the chat template's format, hermes or llama3_json; this "
-            "template has neither; set it to one of them, or to a regular expression with the group name"
+            "rollout.environment.tool_format auto takes the chat template's format, hermes, qwen3_coder or "
+            "llama3_json; this template has none; set it to one of them, or to a regular expression with the group name"
         )
     if name == "hermes":
         return parse_hermes
+    if name == "qwen3_coder":
+        return parse_qwen3_coder
     if name == "llama3_json":
         return parse_llama3
     try:
         pattern = re.compile(name, re.DOTALL)
     except re.error as error:
         raise UserError(
-            "rollout.environment.tool_format is auto, hermes, llama3_json or a regular expression; "
+            "rollout.environment.tool_format is auto, hermes, qwen3_coder, llama3_json or a regular expression; "
             f"{name!r} is none ({error}); correct it"
         ) from error
     if "name" not in pattern.groupindex:
@@ -100,6 +106,18 @@ def parse_hermes(text: str) -> list[ToolCall | MalformedCall]:
                 value, end = None, len(part) if found < 0 else found
             calls.append(_call_of(part[start + len(_CALL) : end], value))
             start = part.find(_CALL, end)
+    return calls
+
+
+def parse_qwen3_coder(text: str) -> list[ToolCall | MalformedCall]:
+    """Calls as Qwen3-Coder and Qwen3.5 write them: `<function=name><parameter=key>value</parameter></function>`.
+
+    A value is read as JSON, or else as text, which `ToolCall.for_schema` keeps where the tool takes text.
+    """
+    calls: list[ToolCall | MalformedCall] = []
+    for name, body in (call for part in _answers_of(text) for call in _FUNCTION.findall(part)):
+        written = dict(_PARAMETER.findall(body))
+        calls.append(ToolCall(name, {key: _value_of(value) for key, value in written.items()}, written))
     return calls
 
 

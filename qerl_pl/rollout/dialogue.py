@@ -26,9 +26,9 @@ class EnvironmentConfig:
             (`my_games.Guess`, `my_games.py:Guess`) or as `{class_path: ..., init_args: ...}`. `sampling.max_tokens`
             then bounds the tokens after the prompt, the environment's included. null samples one turn.
         weight: Weight of the environment's own reward (`get_reward`), named `environment`. `rewards` may then be empty.
-        tool_format: How the policy writes tool calls: `hermes` (also Qwen 2.5 and 3), `llama3_json`, or a regular
-            expression with the group `name`, and `arguments` (JSON) or a group for each argument. auto chooses by the
-            chat template.
+        tool_format: How the policy writes tool calls: `hermes` (also Qwen 2.5 and 3), `qwen3_coder` (also Qwen3.5),
+            `llama3_json`, or a regular expression with the group `name`, and `arguments` (JSON) or a group for each
+            argument. auto chooses by the chat template.
         max_turns: Most turns of a dialogue.
         max_turn_tokens: Most tokens of a turn; null takes what is left of the dialogue.
         max_tool_response_tokens: Limit of tokens of an environment's answer, longer ones are cut; null does not cut.
