@@ -272,8 +272,8 @@ def test_too_many_held_out_rows_are_a_fifth(
     data = ConversationDataModule(rows_of(10), batch_size=2, val_size=val_size, tokenizer=str(tiny_policy_dir))
     data.setup("fit")
     assert (len(data._val), len(data._train)) == (held_out, 10 - held_out)
-    said = f"2 of 10 rows are held out for validation: val_size={val_size} is too many"
-    assert (said in caplog.messages) == (held_out != val_size)
+    message = f"2 of 10 rows are held out for validation: val_size={val_size} is too many"
+    assert (message in caplog.messages) == (held_out != val_size)
 
 
 @pytest.mark.parametrize(

@@ -484,5 +484,5 @@ def test_a_prompt_of_just_the_limit_is_sampled() -> None:
     for limit, turns in ((size, 1), (size - 1, 0)):
         sampler = sampler_of(LocalPool(Game))
         sampler.max_prompt_tokens = limit
-        (found,) = sampler.sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
-        assert found.dialogue is not None and min(found.dialogue.turns, 1) == turns
+        (completion,) = sampler.sample(Playing(7), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+        assert completion.dialogue is not None and min(completion.dialogue.turns, 1) == turns

@@ -192,8 +192,8 @@ def test_of_several_answers_one_that_ends_the_dialogue_does() -> None:
             return self.answers[-1]
 
     tokenizer = tokenizer_of("qwen2.5")
-    said = [*tokenizer(CALL * 2)["input_ids"], tokenizer.convert_tokens_to_ids(end_of("qwen2.5"))]
+    token_ids = [*tokenizer(CALL * 2)["input_ids"], tokenizer.convert_tokens_to_ids(end_of("qwen2.5"))]
     sampler = sampler_of("qwen2.5", LocalPool(lambda row: Ends(row, ["so"])))
     jobs = [DialogueJob(Prompt("p", (), "question", "", columns={"number": 1}), 0)]
-    (found,) = sampler.sample(Talking(lambda _: (said, True)), jobs, SAMPLING, 7)  # type: ignore[arg-type]
-    assert found.dialogue is not None and (found.dialogue.turns, found.dialogue.calls) == (1, 2)
+    (completion,) = sampler.sample(Talking(lambda _: (token_ids, True)), jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    assert completion.dialogue is not None and (completion.dialogue.turns, completion.dialogue.calls) == (1, 2)

@@ -282,8 +282,8 @@ def test_an_evaluation_reports_its_own_prompts_alone(tiny_policy_dir: Path, tmp_
     trainer, module = trainer_of(tmp_path, EvaluationReport()), module_of(tiny_policy_dir)
     for _ in range(2):
         trainer.test(module, datamodule=data(), verbose=False)
-        (found,) = json.loads((tmp_path / "evaluation.json").read_text())["sets"].values()
-        assert found["prompts"] == 2
+        (test_set,) = json.loads((tmp_path / "evaluation.json").read_text())["sets"].values()
+        assert test_set["prompts"] == 2
 
 
 def test_a_rank_reads_what_all_ranks_have_written(tmp_path: Path) -> None:
@@ -300,8 +300,8 @@ def test_only_fractions_have_the_interval_of_fractions(
     values = {name: torch.ones(4, dtype=torch.float64) for name in ("accuracy", "length_mean", "reward_mean")}
     monkeypatch.setattr(evaluation, "prompt_metrics", lambda *_: values)
     trainer_of(tmp_path, EvaluationReport()).test(module_of(tiny_policy_dir), datamodule=data(), verbose=False)
-    (found,) = json.loads((tmp_path / "evaluation.json").read_text())["sets"].values()
-    assert {name: one["low"] < 1 for name, one in found["metrics"].items()} == {
+    (test_set,) = json.loads((tmp_path / "evaluation.json").read_text())["sets"].values()
+    assert {name: one["low"] < 1 for name, one in test_set["metrics"].items()} == {
         "accuracy": True, "length_mean": False, "reward_mean": False
     }  # fmt: skip
 

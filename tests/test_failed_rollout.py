@@ -110,6 +110,25 @@ def test_a_reward_that_fails_saves_the_state_before_its_rollout_and_the_run_resu
     )
 
 
+class Saves(Callback):
+    """Saves a checkpoint after each rollout, before its update."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "within.ckpt")
+
+
+def test_a_checkpoint_within_a_step_that_goes_on_changes_nothing(
+    whole: Path, tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    words = flaky_run(tiny_policy_dir, tmp_path, 99)[:-2]
+    settings = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    settings["trainer"]["callbacks"].append({"class_path": f"{__name__}.Saves"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    assert main(words) == 0 and (tmp_path / "run" / "within.ckpt").is_file()
+    runs = (tmp_path / "run", whole)
+    assert not differences(*(load_file(run / "adapter" / "adapter_model.safetensors") for run in runs))
+
+
 def test_what_another_callback_saves_within_a_failed_rollout_resumes_before_it(
     whole: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:

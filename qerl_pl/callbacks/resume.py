@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LambdaCallback
+from lightning.pytorch.trainer.states import TrainerStatus
 
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least, take_sigusr1
 from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
@@ -176,9 +177,10 @@ class ResumeCheckpoint(Checkpoint):
         """Save the loops at the end of the last step, also where another callback saves within one that failed."""
         batches = trainer.fit_loop.epoch_loop.batch_progress.total
         within_step = bool(self._step_end) and batches.ready > batches.processed  # type: ignore[attr-defined]
-        if within_step:
+        failed = within_step and trainer.state.status == TrainerStatus.INTERRUPTED
+        if failed:
             set_random_state(self._step_end["random_state"])
-        if self._saves or within_step:
+        if self._saves or failed:
             checkpoint["epoch"], checkpoint["loops"]["fit_loop"] = self._step_end["epoch"], self._step_end["loops"]
 
     def _save(self, trainer: Trainer) -> Path:

@@ -42,6 +42,7 @@ _CLOSED = re.compile(r"\s*(?:</tool_call>|\Z)")
 """What follows a call; a stop string may have cut the mark."""
 _FUNCTION = re.compile(r"<function=([^<>\n]{1,200})>(.*?)(?:</function>|(?=<function=)|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^<>\n]{1,200})>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+"""An argument of such a call. The next one, or the end of the text, ends what has no closing tag."""
 _LLAMA_TAG = "<|python_tag|>"
 _REASONING_END = "</think>"
 _MARK = re.compile(r'\{(?=\s*["}])|</?think>')
@@ -72,12 +73,9 @@ def tool_format_of(name: str, chat_template: str) -> ToolFormat:
             "rollout.environment.tool_format auto takes the chat template's format, hermes, qwen3_coder or "
             "llama3_json; this template has none; set it to one of them, or to a regular expression with the group name"
         )
-    if name == "hermes":
-        return parse_hermes
-    if name == "qwen3_coder":
-        return parse_qwen3_coder
-    if name == "llama3_json":
-        return parse_llama3
+    parsers = {"hermes": parse_hermes, "qwen3_coder": parse_qwen3_coder, "llama3_json": parse_llama3}
+    if name in parsers:
+        return parsers[name]
     try:
         pattern = re.compile(name, re.DOTALL)
     except re.error as error:

@@ -111,10 +111,10 @@ class QeRLModule(PolicyModule):
             log.warning("model.teacher has no effect without a model.objective that distils, OnPolicyDistillation, say")
         data = self.trainer.datamodule if stage != "test" else None  # type: ignore[attr-defined]
         first = next(iter(getattr(data, "val_names", ())), "")
-        for best in self.trainer.checkpoint_callbacks if first else ():
-            accuracy = evaluation_tag("val", "", "accuracy")  # which sets with names do not log
-            if isinstance(best, ModelCheckpoint) and best.monitor == accuracy:
-                best.monitor = evaluation_tag("val", first, "accuracy")
+        accuracy, of_first = (evaluation_tag("val", name, "accuracy") for name in ("", first))
+        for best in self.trainer.checkpoint_callbacks:
+            if isinstance(best, ModelCheckpoint) and best.monitor == accuracy:  # which sets with names do not log
+                best.monitor = of_first
 
     def configure_model(self) -> None:
         """Load the policy and, for training, its teacher, once."""

@@ -49,9 +49,8 @@ _LATEX = replace(_LATEX, normalization_config=replace(_LATEX.normalization_confi
 _APPROX = re.compile(r"\\(?:approx|simeq|doteq)(?![A-Za-z])")
 _WORD = re.compile(r"(?<![A-Za-z\\])(?!and\b)[A-Za-z]{3,}")
 """A word, which math-verify would read as a product of its letters."""
-_PERCENTAGE = re.compile(  # a fraction of a percentage
-    r"\s*-?\s*\\[dt]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)\s*\\?%\s*"
-)
+_PERCENTAGE = re.compile(rf"\s*-?\s*{notation.FRACTION}\s*\\?%\s*")
+"""A fraction in percent, which math-verify does not parse as a formula."""
 _ROUNDED = 5e-7
 """Most by which a decimal differs from the number that it rounds."""
 _DIGITS = 30
@@ -82,7 +81,7 @@ def _read_one(latex: str) -> list[Any]:
             return [values[-1], latex]
         numbers = all(_error(_side(values[0]), _side(other))[0] is not None for other in values[1:])
         return [*(values if numbers else values[:1]), latex]
-    # Of a formula that it cannot parse, math-verify would take a fraction within for the whole.
+    # By default math-verify returns a fraction inside a formula that it cannot parse.
     mode = "any_match" if wrapped and _PERCENTAGE.fullmatch(wrapped[2]) else "first_match"
     values = parse(latex, [_LATEX], extraction_mode=mode, parsing_timeout=None)
     values = [_named(value) for value in values]

@@ -66,6 +66,7 @@ _SIGNS = {
     "²": "^2", "³": "^3", "≤": "\\le ", "≥": "\\ge ", "∪": "\\cup ", "∈": "\\in ", "≈": "\\approx ", "ℝ": "\\mathbb{R}",
     "€": "", "£": "", "¥": "",
 }  # fmt: skip
+FRACTION = r"\\[dt]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d)"
 _SYNONYMS = {
     r"\\varnothing(?![A-Za-z])": r"\\emptyset", r"\\imath(?![A-Za-z])": " i ", r"\\hspace\*?\{[^{}]*\}": " ",
     r"\\langle([^<>]*,[^<>]*)\\rangle": r"(\1)", r"\\mathop\s*\{(\\?\w+(?:\{\w+\})?)\s*\}": r"\1",
@@ -73,7 +74,7 @@ _SYNONYMS = {
     r"-\s*\\infty\s*<\s*[a-z]\s*<\s*\+?\s*\\infty(?![A-Za-z])": r"\\mathbb{R}",
     r"\\(vec|hat|bar|overline|tilde)\s+([A-Za-z])(?![A-Za-z])": r"\\\1{\2}",
     r"\^?\s*\\degree(?![A-Za-z])": r"^\\circ ", r"\^\s+\\circ": r"^\\circ",
-    r"(\\sqrt|\^)\s*(\\[dt]?frac\s*(?:\{[^{}]*\}|\d)\s*(?:\{[^{}]*\}|\d))": r"\1{\2}",
+    rf"(\\sqrt|\^)\s*({FRACTION})": r"\1{\2}",
 }  # fmt: skip
 _EACH = "(?:the )?(?:set of )?(?:all |any |every |the )"
 _SETS = {
