@@ -112,7 +112,7 @@ class QeRLModule(PolicyModule):
         data = self.trainer.datamodule if stage != "test" else None  # type: ignore[attr-defined]
         first = next(iter(getattr(data, "val_names", ())), "")
         accuracy, of_first = (evaluation_tag("val", name, "accuracy") for name in ("", first))
-        for best in self.trainer.checkpoint_callbacks:
+        for best in self.trainer.checkpoint_callbacks if first else ():
             if isinstance(best, ModelCheckpoint) and best.monitor == accuracy:  # which sets with names do not log
                 best.monitor = of_first
 
