@@ -31,6 +31,7 @@ MARGIN = 0.02
 PRIMARY = ("nvfp4_aqn", "lora16")
 TRAINED = (PRIMARY, ("nvfp4", "lora16"), ("nf4", "lora16"), ("nvfp4_aqn", "nvfp4"))
 """Methods that are compared in their own format, first less second."""
+UNIT = ("order", "rollouts", "seed")
 Key = tuple[str, str]
 """A method, and the format that serves its adapter."""
 
@@ -197,20 +198,30 @@ def before_training(rows: Sequence[Mapping[str, Any]], what: str) -> str:
     return markdown(["order", *FORMATS.values()], lines)
 
 
-def single_pairs(rows: Sequence[Mapping[str, Any]], what: str) -> str:
-    """The primary comparison in other orders of the channels and after 400 rollouts, pair by pair."""
-    found: dict[tuple[str, ...], dict[str, float]] = {}
-    for row in rows:
-        levels = row["levels"]
-        method, unit = levels["method"], tuple(levels.get(one, "") for one in ("order", "rollouts", "seed"))
-        if method in PRIMARY and levels["served"] == OWN_FORMAT[method] and unit[:2] != ("0", "128"):
-            found.setdefault(unit, {})[method] = accuracy(row, what)
-    lines = [
-        [*unit, *(f"{one[method]:.3f}" for method in reversed(PRIMARY)), f"{one[PRIMARY[0]] - one[PRIMARY[1]]:+.3f}"]
-        for unit, one in sorted(found.items())
-        if len(one) == len(PRIMARY)
-    ]
-    return markdown(["order", "rollouts", "seed", "lora16", "nvfp4_aqn", "difference"], lines)
+def single_pairs(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], what: str) -> str:
+    """The primary comparison in other orders of the channels and after 400 rollouts, pair by pair.
+
+    The first difference is that of the mean reward in training, the last one that of accuracy, once both are graded.
+    """
+    rewards: dict[tuple[str, ...], dict[str, float]] = {}
+    ends: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in (*runs, *rows):
+        method, unit = row["levels"]["method"], tuple(str(row["levels"].get(one)) for one in UNIT)
+        if method not in PRIMARY or unit[:2] == ("0", "128"):
+            continue
+        if "curves" in row:
+            rewards.setdefault(unit, {})[method] = float(numpy.mean(row["curves"]["reward"]))
+        elif row["levels"]["served"] == OWN_FORMAT[method]:
+            ends.setdefault(unit, {})[method] = accuracy(row, what)
+    lines = []
+    first, second = PRIMARY
+    for unit, reward in sorted(rewards.items()):
+        if len(reward) == len(PRIMARY):
+            lines.append([*unit, f"{reward[first] - reward[second]:+.3f}", "", "", ""])
+            end = ends.get(unit, {})
+            if len(end) == len(PRIMARY):
+                lines[-1][-3:] = f"{end[second]:.3f}", f"{end[first]:.3f}", f"{end[first] - end[second]:+.3f}"
+    return markdown([*UNIT, "reward in training", "lora16", "nvfp4_aqn", "difference"], lines)
 
 
 def curves_by_method(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Mapping[str, list[float]]]]:
@@ -265,7 +276,7 @@ def by_third(runs: Sequence[Mapping[str, Any]]) -> str:
     return markdown(["reward in training", "first third", "second", "last", "pairs"], lines)
 
 
-def report(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+def report(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], what: str) -> str:
     """Accuracy before training, of each method and serving format, and the comparisons with their verdicts."""
     found = accuracies(rows, what)
     means = [
@@ -284,13 +295,13 @@ def report(rows: Sequence[Mapping[str, Any]], what: str) -> str:
     headers = ["comparison", "difference [95 %]", "[90 %]", "pairs", "p by Holm", "verdict"]
     parts = [f"Before training, {what}:", before_training(rows, what), f"At the end, {what}:"]
     parts += [markdown(["method", "served on", "mean", "runs"], means), markdown(headers, differences)]
-    parts += ["The other orders, and 400 rollouts:", single_pairs(rows, what)]
+    parts += ["The other orders, and 400 rollouts:", single_pairs(rows, runs, what)]
     return "\n\n".join(parts)
 
 
 def main(*paths: Path) -> None:
     counts, runs = ([json.loads(line) for line in path.read_text().splitlines()] for path in paths)
-    parts = [report(counts, what) for what in ("sampled", "greedy")]
+    parts = [report(counts, runs, what) for what in ("sampled", "greedy")]
     print("\n\n".join([*parts, "Noise:", by_sigma(counts, runs), "During training:", by_third(runs)]))
 
 

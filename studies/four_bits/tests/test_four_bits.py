@@ -93,13 +93,6 @@ def test_before_training_an_order_is_compared_with_its_own_16_bits() -> None:
     ]
 
 
-def test_pairs_of_other_orders_and_lengths_stand_alone() -> None:
-    other = row("lora16", "none", [1, 1], seed="200", rollouts="128", order="1")
-    assert analysis.single_pairs([*ROWS, other], "sampled").splitlines()[2:] == [
-        "| 1 | 128 | 200 | 0.250 | 0.000 | -0.250 |"  # 400 rollouts have no partner
-    ]
-
-
 def run(method: str, seed: int, rewards: list[float], entropies: list[float], **levels: int) -> dict[str, object]:
     levels = {"order": 0, "rollouts": 128, "seed": seed, **levels}
     return {"levels": {"method": method, **levels}, "curves": {"reward": rewards, "sampler_entropy": entropies}}
@@ -112,6 +105,21 @@ RUNS = [
     run("nvfp4_aqn", 208, [9.0] * 6, [9.0] * 6, rollouts=400),
     run("lora16", 201, [9.0] * 6, [9.0] * 6),
 ]
+
+
+def test_pairs_of_other_orders_and_lengths_stand_alone() -> None:
+    graded = row("lora16", "none", [1, 1], seed="200", rollouts="128", order="1")
+    pairs = [
+        run("lora16", 200, [0.1, 0.3], [], order=1),
+        run("nvfp4_aqn", 200, [0.0, 0.2], [], order=1),
+        run("nvfp4_aqn", 201, [0.2, 0.2], [], order=1),
+        run("lora16", 201, [0.2, 0.3], [], order=1),
+        run("lora16", 200, [0.2, 0.3], [], order=2),  # without a partner, as the 400 rollouts
+    ]
+    assert analysis.single_pairs([*ROWS, graded], [*RUNS, *pairs], "sampled").splitlines()[2:] == [
+        "| 1 | 128 | 200 | -0.100 | 0.250 | 0.000 | -0.250 |",
+        "| 1 | 128 | 201 | -0.050 |  |  |  |",
+    ]
 
 
 def test_noise_is_compared_over_seeds_that_every_sigma_has() -> None:
