@@ -17,6 +17,7 @@ from cli_helpers import OWN, built
 from fit_helpers import command, configuration, fit, fit_here, fit_on_ranks
 from huggingface_hub import ModelCard
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from safetensors.torch import load_file
 from short_run import rollout_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -152,6 +153,11 @@ def test_what_does_not_fit_sft_is_refused(tiny_policy_dir: Path, tmp_path: Path)
     with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):
         trainer_of(tmp_path, precision="bf16-true").fit(module_of(tiny_policy_dir), datamodule=data_of())
     assert [*tmp_path.iterdir()] == []
+    trainer = trainer_of(tmp_path, EarlyStopping("val/los"), num_sanity_val_steps=1)
+    message = "EarlyStopping.monitor must be one of val/loss, val/mean_token_accuracy, val/perplexity; got val/los; "
+    with pytest.raises(UserError, match=message):
+        trainer.fit(module_of(tiny_policy_dir), datamodule=data_of(ROWS * 2, val_size=1))
+    assert trainer.global_step == 0
 
 
 SFT = ROOT / "configs" / "sft.yaml"

@@ -29,7 +29,7 @@ from qerl_pl.rollout.dialogue_sampler import DialogueSampler
 from qerl_pl.rollout.metrics import slowest_seconds, timed
 from qerl_pl.rollout.parity_check import check_logprob_parity
 from qerl_pl.rollout.scoring import Scorer
-from qerl_pl.runtime.checks import SamplingCallback, no_sampling_callback
+from qerl_pl.runtime.checks import SamplingCallback, check_monitors, no_sampling_callback
 from qerl_pl.runtime.strategy import communicator_of
 from qerl_pl.seeds import stream_seed
 from qerl_pl.types import EvalSampling, Prompt, PromptBatch, SamplingConfig
@@ -323,12 +323,7 @@ class RolloutCallback(Callback, SamplingCallback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse checkpoints and early stops by a metric that validations do not have, also in the sanity check."""
-        logged = {one.meta.name for one in (trainer._results or {}).values()}  # also by subclasses and callbacks
-        for one in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks):
-            monitor = getattr(one, "monitor", None) or ""
-            if monitor.startswith("val/") and monitor not in logged:
-                tags = ", ".join(sorted(tag for tag in logged if tag.startswith("val/")))
-                raise UserError(f"{type(one).__name__}.monitor must be one of {tags}; got {monitor}; correct it")
+        check_monitors(trainer)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: PromptBatch, batch_idx: int, dataloader_idx: int = 0

@@ -17,6 +17,7 @@ from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.modules.update import clip_and_step, gradients
 from qerl_pl.policy.packing import partition_micro_batches
+from qerl_pl.runtime.checks import check_monitors
 from qerl_pl.runtime.communicator import Communicator, writes_files
 from qerl_pl.runtime.random_state import deterministic
 from qerl_pl.runtime.strategy import communicator_of
@@ -142,14 +143,17 @@ class SFTModule(PolicyModule):
             "val/perplexity": math.exp(min(loss, 700.0)),
             "val/mean_token_accuracy": right / tokens,
         }
+        self.log_dict(metrics, batch_size=1)
         trainer = self.trainer
-        if trainer.sanity_checking:  # of which Lightning logs nothing
+        if trainer.sanity_checking:  # of which Lightning's loggers get nothing
             for logger in trainer.loggers if trainer.num_sanity_val_batches == trainer.num_val_batches else ():
                 logger.log_metrics(metrics, step=BEFORE_TRAINING)
-            return
-        self.log_dict(metrics, batch_size=1)
-        if trainer.state.fn != TrainerFn.FITTING:  # the point of the run's curves with this policy
+        elif trainer.state.fn != TrainerFn.FITTING:  # the point of the run's curves with this policy
             self.log("step", float(self.policy_version + BEFORE_TRAINING), batch_size=1)
+
+    def on_validation_end(self) -> None:
+        """Refuse checkpoints and early stops by a metric that validations do not have, also in the sanity check."""
+        check_monitors(self.trainer)
 
 
 def _data(trainer: Trainer) -> ConversationDataModule:

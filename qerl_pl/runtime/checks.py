@@ -74,6 +74,16 @@ def require_planned_end(trainer: Trainer) -> None:
         raise UserError("a run trains on batches; got trainer.limit_train_batches=0; raise it, or use validate")
 
 
+def check_monitors(trainer: Trainer) -> None:
+    """Refuse checkpoints and early stops by a metric that the validation which has just ended did not log."""
+    logged = {one.meta.name for one in (trainer._results or {}).values()}  # also by subclasses and callbacks
+    for one in (*trainer.checkpoint_callbacks, *trainer.early_stopping_callbacks):
+        monitor = getattr(one, "monitor", None) or ""
+        if monitor.startswith("val/") and monitor not in logged:
+            tags = ", ".join(sorted(tag for tag in logged if tag.startswith("val/")))
+            raise UserError(f"{type(one).__name__}.monitor must be one of {tags}; got {monitor}; correct it")
+
+
 def check_devices(trainer: Trainer) -> None:
     """Refuse a run of several processes by another strategy than this package's: each would train by itself."""
     world_size, strategy = planned_ranks(trainer), trainer.strategy
