@@ -64,7 +64,7 @@ def compare(engine: RolloutEngine, policy: Policy, prompts: Sequence[Prompt], to
     requests = [RolloutRequest(prompt.token_ids, (index,)) for index, prompt in enumerate(prompts)]
     off = [] if policy.config.start else [(False, None)]
     for adapter, noise in ((True, None), *off, (True, NormNoise(SIGMA, seed=0, version=0))):
-        synced = engine.sync(policy.weights(0, noise, reference=not adapter))
+        noise_std = engine.sync(policy.weights(0, noise, reference=not adapter))
         completions = engine.generate(requests, SamplingConfig(max_tokens=tokens))
         own, sampled = logprobs_of(policy, prompts, completions, adapter)
         other, _ = logprobs_of(policy, prompts, completions, not adapter)
@@ -73,7 +73,7 @@ def compare(engine: RolloutEngine, policy: Policy, prompts: Sequence[Prompt], to
         yield {
             "adapter": "on" if adapter else "off",
             "sigma": noise.sigma if noise else 0.0,
-            "sigma_measured": synced.noise_std,
+            "sigma_measured": noise_std,
             "tokens": len(own),
             "mean": difference.mean().item(),
             "p99": difference.quantile(0.99).item(),

@@ -32,6 +32,7 @@ import yaml
 from lightning.pytorch import Callback, Trainer
 from qerl_kernels import select_backend
 from safetensors.torch import load_file
+from step_timer import StepTimer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import DataLoader
 
@@ -61,13 +62,6 @@ def launch(words: list[str], own: Mapping[str, str] = {}) -> "subprocess.Popen[b
 def cache_dirs(run: Path) -> dict[str, str]:
     """Compile caches of a run, which other runs that start beside it do not share."""
     return {"VLLM_CACHE_ROOT": f"{run}-vllm", "TRITON_CACHE_DIR": f"{run}-triton"}
-
-
-def synchronized_time() -> float:
-    """Seconds of the clock after the GPU's kernels have ended."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def finish(process: "subprocess.Popen[bytes]", name: str) -> None:
@@ -185,11 +179,11 @@ class Turn(Callback):
         parameters = trainer.lightning_module.parameters()
         gradients = [torch.zeros_like(parameter) for parameter in parameters if parameter.requires_grad]
         for count in (1, 20):
-            started = synchronized_time()
+            started = StepTimer.now()
             for _ in range(count):
                 communicator_of(trainer).all_reduce(gradients)
         if trainer.is_global_zero:
-            (self.folder / "all_reduce_s").write_text(f"{(synchronized_time() - started) / 20}")
+            (self.folder / "all_reduce_s").write_text(f"{(StepTimer.now() - started) / 20}")
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self._note(trainer)
@@ -197,7 +191,7 @@ class Turn(Callback):
     def _note(self, trainer: Trainer) -> None:
         if trainer.is_global_zero:
             with (self.folder / "ends").open("a") as file:
-                file.write(f"{synchronized_time()}\n")
+                file.write(f"{StepTimer.now()}\n")
 
 
 def settings(args: argparse.Namespace, base: Path, run: Path, devices: int, kind: str) -> dict[str, Any]:

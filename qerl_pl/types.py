@@ -229,15 +229,6 @@ class PolicyWeights:
 
 
 @dataclass(frozen=True)
-class SyncReport:
-    """State of the engine after a sync."""
-
-    version: int
-    noise_std: float
-    """Standard deviation of (the engine's scale - clean scale) over all elements of the norms that have noise."""
-
-
-@dataclass(frozen=True)
 class CompletionRecord:
     """One completion with its rewards, as text, for logs."""
 

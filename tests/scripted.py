@@ -13,7 +13,7 @@ from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.rollout.collector import CollectorConfig
 from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig, SyncReport
+from qerl_pl.types import Completion, Prompt, RolloutRequest, SamplingConfig
 
 SAMPLING = SamplingConfig(max_tokens=3, temperature=0.9, stop=("!",))
 PROMPTS = [Prompt(f"p{index}", tuple(range(10, 11 + index)), f"question {index}", f"{index}") for index in range(6)]
@@ -65,10 +65,10 @@ class Scripted:
     def sleep(self) -> None:
         self.calls.append("sleep")
 
-    def sync(self, weights: Any) -> SyncReport:
+    def sync(self, weights: Any) -> float:
         self.calls.append(("sync", weights.version, weights.adapter is not None))
         self.adapter = weights.adapter is not None and not self.lost
-        return SyncReport(version=weights.version, noise_std=0.125)
+        return 0.125
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
         self.calls.append(("generate", [request.prompt_ids for request in requests], sampling))

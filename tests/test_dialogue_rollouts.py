@@ -42,7 +42,6 @@ from qerl_pl.types import (
     PromptBatch,
     RolloutRequest,
     SamplingConfig,
-    SyncReport,
 )
 
 SAMPLING = SamplingConfig(max_tokens=120)
@@ -121,9 +120,9 @@ class Playing(Talking):
 
     def sleep(self) -> None: ...
 
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         self.weights.append(weights.version)
-        return SyncReport(weights.version, 0.0)
+        return 0.0
 
 
 class Game:

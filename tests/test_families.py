@@ -196,7 +196,7 @@ def test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized
     policy.save(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(plain, tmp_path).eval()
-    report = engine.sync(policy.weights(0, NOISE))
+    noise_std = engine.sync(policy.weights(0, NOISE))
     completions = completions_of(engine)
     assert plain_gap(model, completions) > 1e-3
     parameters = {
@@ -211,7 +211,7 @@ def test_noise_is_the_drawn_numbers_on_the_weights_of_the_norms_before_quantized
                 name = f"model.layers.{layer}.{norm}"
                 parameters[f"{name}.weight"] += NOISE.draw(name, 128)
     assert plain_gap(model, completions) < LOGPROB_BOUND
-    assert report.noise_std == pytest.approx(torch.cat(drawn).std(correction=0).item(), rel=1e-4)
+    assert noise_std == pytest.approx(torch.cat(drawn).std(correction=0).item(), rel=1e-4)
 
 
 def test_gradients_are_those_of_a_plain_model_without_dropout(base: Path, dense: Path, tmp_path: Path) -> None:

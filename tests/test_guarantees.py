@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from qerl_pl.chat.template import render_prompts
 from qerl_pl.engines import TransformersEngine
-from qerl_pl.engines.base import EngineSpec, SyncReport
+from qerl_pl.engines.base import EngineSpec
 from qerl_pl.errors import UserError
 from qerl_pl.modules import LoraConfig, Policy, PolicyConfig
 from qerl_pl.rollout.parity_check import check_logprob_parity
@@ -42,7 +42,7 @@ def prompts(tiny_policy_dir: Path) -> list[Prompt]:
 class NeverArrives(TransformersEngine):
     """Each sync delivers the base alone."""
 
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         return super().sync(replace(weights, adapter=None))
 
 
@@ -51,7 +51,7 @@ class Stale(TransformersEngine):
 
     first: Mapping[str, tuple[Tensor, Tensor]] | None = None
 
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         if weights.adapter is not None and self.first is None:
             self.first = {name: (a.clone(), b.clone()) for name, (a, b) in weights.adapter.items()}
         return super().sync(weights if weights.adapter is None else replace(weights, adapter=self.first))
@@ -60,14 +60,14 @@ class Stale(TransformersEngine):
 class Doubled(TransformersEngine):
     """Adds the adapter with twice its scale."""
 
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         return super().sync(replace(weights, scaling=2 * weights.scaling))
 
 
 class OneLayerLost(TransformersEngine):
     """Loses the adapter of the first layer."""
 
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         if weights.adapter is None:
             return super().sync(weights)
         lost = {name: (a, 0 * b if ".layers.0." in name else b) for name, (a, b) in weights.adapter.items()}

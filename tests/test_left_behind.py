@@ -179,9 +179,6 @@ def test_cores_are_those_of_a_rank(monkeypatch: pytest.MonkeyPatch, variables: d
 class Failing:
     """Fails in some resets."""
 
-    def __init__(self) -> None:
-        self._made = 0
-
     def reset(self, file: str, kind: str, times: int, **row: Any) -> Any:
         if note(file, "reset") <= times:
             if kind == "hang":

@@ -381,11 +381,14 @@ def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPa
         assert asked == [(pytest.approx(0.1), ["5", "6", "7", "3", "8", "9", "6", "3"]), (0.6, ["5", "6"])]
 
 
-def test_a_larger_batch_has_more_time_for_its_slow_answers() -> None:
-    class Slow(MathPool):
-        def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
-            return dict.fromkeys(pairs, True if seconds == self.seconds else None)
+class Slow(MathPool):
+    """Knows no answer in a shorter time than the longest."""
 
+    def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
+        return dict.fromkeys(pairs, True if seconds == self.seconds else None)
+
+
+def test_a_larger_batch_has_more_time_for_its_slow_answers() -> None:
     pool = Slow(seconds=3.0, batch_seconds=12.0, workers=1)
     for answers, graded in ((3, 3), (128, 4), (129, 8), (1024, 32), (2048, 64), (3000, 64)):
         assert sum(pool.equivalent([("18", str(answer)) for answer in range(answers)])) == graded
@@ -589,10 +592,6 @@ def test_real_answers_are_right_and_those_of_other_rows_wrong() -> None:
 
 
 def test_the_time_for_slow_answers_is_that_of_the_whole_batch() -> None:
-    class Slow(MathPool):
-        def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, bool | None]:
-            return dict.fromkeys(pairs, True if seconds == self.seconds else None)
-
     reward = MathAnswer()
     reward._pool = Slow(seconds=3.0, batch_seconds=12.0, workers=1)
     samples = [answered("18")] * 236 + [answered(f"17+{n}") for n in range(20)]  # most are right by their text

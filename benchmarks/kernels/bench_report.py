@@ -21,10 +21,10 @@ Times = tuple[float, float, float]
 Row = dict[str, Any]
 
 
-def parser(description: str | None, stem: str, out_required: bool = True) -> argparse.ArgumentParser:
+def parser(description: str | None, stem: str) -> argparse.ArgumentParser:
     """Of a benchmark that writes STEM.md and STEM.json."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, required=out_required, help=f"folder for {stem}.md and {stem}.json")
+    made.add_argument("--out", type=Path, required=True, help=f"folder for {stem}.md and {stem}.json")
     made.add_argument("--commit", help="its hash is recorded beside the numbers; by default git's HEAD")
     made.add_argument("--tiny", action="store_true", help="small shapes on the CPU, to try the script")
     return made

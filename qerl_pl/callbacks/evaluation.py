@@ -21,7 +21,7 @@ from qerl_pl.callbacks.rollout import RolloutCallback, rollout_callback
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines import VLLMEngine
 from qerl_pl.engines.base import RolloutEngine
-from qerl_pl.evaluation.evaluator import FORMAT, Evaluator, SampleCache, SampleRecord
+from qerl_pl.evaluation.evaluator import CACHE_FORMAT, Evaluator, SampleCache, SampleRecord
 from qerl_pl.evaluation.metrics import bootstrap_interval, evaluation_tag, prompt_metrics
 from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
 from qerl_pl.rewards import Reward, RewardFunction
@@ -246,7 +246,7 @@ def _settings(module: QeRLModule, rollout: RolloutCallback, data: PromptDataModu
     """All settings that samples and their grades depend on."""
     config, policy = rollout.eval_config, module.policy_config
     return {
-        "format": FORMAT,
+        "format": CACHE_FORMAT,
         "model": "toy policy" if policy.path is None else policy.path,
         "base": module.base_identity,
         "quantization": policy.quantization,

@@ -275,7 +275,7 @@ class RolloutCallback(Callback, SamplingCallback):
                 self._check_parity(module, batch.prompts[:2])
         self._rollouts += 1
         with timed(seconds, "sync"):
-            noise_std = self.engine.sync(weights).noise_std
+            noise_std = self.engine.sync(weights)
         found = self.collector.collect(batch.prompts, weights.version, _data(trainer).replacement_prompts)
         with timed(seconds, "sleep"):
             self.engine.sleep()

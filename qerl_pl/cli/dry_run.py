@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch import nn
 from transformers import AutoConfig
 
 from qerl_pl.callbacks import RolloutCallback
@@ -34,6 +33,7 @@ from qerl_pl.models.memory_plan import (
     run_memory,
 )
 from qerl_pl.models.shape import BITS, Shape
+from qerl_pl.modules.optimizer import trial_weight
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.modules.sft import SFTModule
@@ -238,7 +238,7 @@ def _with_engine(plan: RunPlan, engine: RolloutEngine, longest: int, prompts: in
 def _step_bytes(model: PolicyModule) -> float:
     """In addition during a step, for each trained weight: Adam of PyTorch takes the roots of all second moments at
     once, unless it is fused or steps through the weights."""
-    optimizer = model.make_optimizer([nn.Parameter(torch.zeros(1, 1))])
+    optimizer = model.make_optimizer([trial_weight()])
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return 0.0
     settings = optimizer.defaults

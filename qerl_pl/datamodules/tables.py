@@ -56,15 +56,15 @@ def checked_rows(rows: Any, source: str) -> list[Row]:
     return checked
 
 
-def table_source(path: Any, key: str = "data.path") -> Any:
+def table_source(path: Any) -> Any:
     """The text of a path, or the list of whatever yields rows; UserError for a mapping or anything else."""
     if isinstance(path, str | os.PathLike):
         return os.fspath(path)
     if isinstance(path, Mapping) or not isinstance(path, Iterable):
         splits = f" of {', '.join(map(str, path))}" if isinstance(path, Mapping) else ""
         raise UserError(
-            f"{key} must be a file, a folder, a hub name or rows; got a {type(path).__name__}{splits}; give one split, "
-            "data['train'], say"
+            f"data.path must be a file, a folder, a hub name or rows; got a {type(path).__name__}{splits}; give one "
+            "split, data['train'], say"
         )
     return list(path)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qerl_pl.errors import UserError
 from qerl_pl.models.families import names_match
-from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,14 @@ class RolloutEngine(Protocol):
     def shared_weights(self) -> SharedWeights | None:
         """Weights of the base model for the trainer to use; None where it must load its own copy."""
 
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         """Load adapter, trained weights and noise.
 
         Noise is written as clean scale + noise, so repeated syncs never accumulate. A norm that is not among
         `weights.tensors` is reset to the base's; any other weight keeps its last value.
+
+        Returns:
+            Standard deviation of (the engine's scale - clean scale) over all elements of the norms that have noise.
 
         Raises:
             UserError: The engine has no such weight, or no room for such an adapter.

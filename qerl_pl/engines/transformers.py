@@ -24,7 +24,7 @@ from qerl_pl.formats.dense_checkpoint import load_dense_model
 from qerl_pl.models.families import family_of, family_of_class, noisy_norm_names
 from qerl_pl.models.folder import end_token_ids, load_tokenizer
 from qerl_pl.models.memory import held_gib
-from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 
 def uniforms(seed: int, count: int) -> Tensor:
@@ -133,7 +133,7 @@ class TransformersEngine(RolloutEngine):
         return None
 
     @torch.no_grad()
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         """Copy adapter and trained weights, and set the noise.
 
         Raises:
@@ -153,7 +153,7 @@ class TransformersEngine(RolloutEngine):
             if weights.noise is not None and name in self._noisy:
                 noise = weights.noise.of_norm(name, held.multiplier(clean))
             held.write(clean, noise)
-        return SyncReport(version=weights.version, noise_std=self._measured_std())
+        return self._measured_std()
 
     def _write_all_but_norms(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy trained weights but for norms; return the norms' scales by module name."""

@@ -31,7 +31,7 @@ from qerl_pl.types import (
 
 log = logging.getLogger(__name__)
 
-FORMAT = 6
+CACHE_FORMAT = 6
 """Version of the sample cache: raise it with every change of its lines or of grading."""
 
 

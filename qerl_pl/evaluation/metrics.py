@@ -120,15 +120,12 @@ def evaluation_tag(stage: str, name: str, metric: str) -> str:
     return "/".join(filter(None, (stage, name, metric)))
 
 
-def bootstrap_interval(
-    values: Tensor, seed: int, resamples: int = 2000, fractions: bool = False
-) -> tuple[float, float]:
-    """95 % confidence interval of a mean over prompts: percentiles 2.5 and 97.5 of the means of resampled prompts.
+def bootstrap_interval(values: Tensor, seed: int, fractions: bool = False) -> tuple[float, float]:
+    """95 % confidence interval of a mean over prompts: percentiles 2.5 and 97.5 of 2000 means of resampled prompts.
 
     Args:
         values: Metric of each prompt, float64 [P].
         seed: Seed of the resampling.
-        resamples: Number of resamples.
         fractions: Whether values are fractions. If all are 0, or all 1, resamples are too, and the interval is that of
             Clopper and Pearson for P trials.
     """
@@ -137,7 +134,7 @@ def bootstrap_interval(
         return (bound, 1.0) if values[0] else (0.0, 1.0 - bound)
     generator = torch.Generator().manual_seed(seed)
     count = len(values)
-    # A loop: a single draw would hold P * resamples indices.
-    means = [values[torch.randint(count, (count,), generator=generator)].mean() for _ in range(resamples)]
+    # A loop: a single draw would hold 2000 P indices.
+    means = [values[torch.randint(count, (count,), generator=generator)].mean() for _ in range(2000)]
     low, high = torch.stack(means).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high

@@ -20,7 +20,7 @@ MAX_COMPARED_TOKENS = 16
 """Tokens of each completion that the check compares."""
 
 STRENGTHS = (1.0, 0.25, 0.0625)
-"""Strengths of the random adapter, from the first to the first of a moderate effect."""
+"""Strengths of the random adapter, tried in this order until its effect is moderate."""
 
 MODERATE_EFFECT = 2.0
 """Nats a token. A pretrained policy that is changed by more is chaotic: rounding alone changes it by nats."""
@@ -86,7 +86,7 @@ def measure_logprob_parity(
     policy: Policy,
     prompts: Sequence[Prompt],
     version: int,
-    max_tokens: int = MAX_COMPARED_TOKENS,
+    max_tokens: int,
 ) -> LogprobParity:
     """Sample greedily with the adapter on and off, and compare log-probabilities with the trainer's.
 

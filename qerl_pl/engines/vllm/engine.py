@@ -51,7 +51,7 @@ from qerl_pl.models.families import family_of, has_experts, linear_shapes, names
 from qerl_pl.models.folder import end_token_ids, load_config, load_tokenizer, read_config
 from qerl_pl.models.memory import GIB, check_length, files_gib, kv_cache_size
 from qerl_pl.models.shape import Shape
-from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig, SyncReport
+from qerl_pl.types import Completion, PolicyWeights, RolloutRequest, SamplingConfig
 
 log = logging.getLogger(__name__)
 
@@ -327,7 +327,7 @@ class VLLMEngine(RolloutEngine):
         assert self._llm is not None, "launch comes first"
         return self._llm.collective_rpc(method, args=args)[0]
 
-    def sync(self, weights: PolicyWeights) -> SyncReport:
+    def sync(self, weights: PolicyWeights) -> float:
         """Write adapter, trained weights and noise into vLLM's memory, and reset its prefix cache.
 
         Raises:
@@ -338,11 +338,11 @@ class VLLMEngine(RolloutEngine):
         adapter = weights.adapter or {}
         check_adapter(adapter, self._shapes, self._spec.lora_rank)
         self._call("qerl_write_adapter", adapter, weights.scaling)
-        noise_std = self._call("qerl_write_tensors", weights.tensors, weights.noise)
+        noise_std: float = self._call("qerl_write_tensors", weights.tensors, weights.noise)
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache: a request is still running")
         self._stale = True
-        return SyncReport(version=weights.version, noise_std=noise_std)
+        return noise_std
 
     def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> list[list[Completion]]:
         """Sample a completion for each seed of each request, as a vLLM request with that seed.
