@@ -183,6 +183,13 @@ def test_rollouts_are_left_out_evenly(tmp_path: Path, monkeypatch: pytest.Monkey
     assert data["about"].endswith("4 completions of 4 rollouts, one of each 3 of 10")
 
 
+def test_bytes_that_a_power_cut_leaves_are_left_out(tmp_path: Path) -> None:
+    with (written(tmp_path, [record(0, "8")]) / "completions.jsonl").open("ab") as file:
+        file.write(b'\xff\xfe"version": 1\n')
+    assert answered(["completions", str(tmp_path)]) == 0
+    assert json.loads(Page((tmp_path / "completions.html").read_text()).data)["records"] == [record(0, "8")]
+
+
 def test_runs_without_completions_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answered(["completions", str(tmp_path)]) == 2
     assert "train with --completions.jsonl true" in capsys.readouterr().err

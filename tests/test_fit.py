@@ -147,6 +147,11 @@ def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_ha
     newest = str(newest_checkpoint(run))
     assert main(["validate", *where, "--resume", "auto", "--ckpt_path", newest]) == 2
     assert "leave one out" in capsys.readouterr().err
+    assert main(["validate", *where[:2], "--resume", "auto"]) == 2  # its configuration names the folder that was copied
+    assert (
+        f"got {finished} in {run}/config.yaml, beside the checkpoints of a run that was moved"
+        in capsys.readouterr().err
+    )
     shutil.rmtree(run / "checkpoints")
     assert main(["validate", *where, "--resume", "auto"]) == 2
     assert "--resume auto needs a checkpoint" in capsys.readouterr().err

@@ -80,6 +80,10 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     ),
     # Values that no type excludes.
     "negative rate": ("--model.optimizer.init_args.lr -1", "model.optimizer .* says: Invalid learning rate: -1"),
+    "lost defaults": (
+        "--best null --best.monitor val/loss",
+        "best.monitor val/loss and no best.filename after it; rem",
+    ),
     "negative seed": ("--seed_everything -1", "a seed from 0 to 4294967295; got -1; set seed_everything"),
     # The trainer's.
     "no GPU": ("--trainer.accelerator gpu", "Trainer refuses a key: No .*gpu backend"),

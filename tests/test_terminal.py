@@ -19,6 +19,7 @@ from fit_helpers import configuration, fit, free_port, processes
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tiny_run import Tiny
 
@@ -117,6 +118,12 @@ def test_the_barrier_of_vllms_process_group_is_no_news_and_other_warnings_are(
     for text in ("barrier(): the group has gone", "`weights_only` is ignored", "sync_dist=True has no effect"):
         warnings.warn(text, stacklevel=2)
     assert len(configured) == 3
+
+
+@pytest.mark.usefixtures("configured")
+def test_a_profilers_report_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    SimpleProfiler().describe()
+    assert "Profiler Report" in caplog.text
 
 
 def test_a_resumed_run_hears_nothing_of_the_checkpoints_it_has(

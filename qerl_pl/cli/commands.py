@@ -168,7 +168,7 @@ def _records(source: Path) -> list[dict[str, Any]]:
             "--completions.jsonl true"
         )
     records = []
-    for line in source.read_text(encoding="utf-8").splitlines():
+    for line in source.read_bytes().splitlines():
         try:
             records.append(json.loads(line))
         except ValueError:

@@ -88,7 +88,7 @@ def _answers(place: Path) -> dict[Question, dict[str, list[bool]]]:
         raise UserError(f"compare reads the samples that evaluation.json names; {file} is not there; copy it too")
     grades: dict[tuple[str, str], dict[int | None, bool]] = defaultdict(dict)
     texts: dict[tuple[str, str], tuple[str | None, str | None]] = {}
-    for line in (line for one in files for line in one.read_text(errors="replace").splitlines()):
+    for line in (line for one in files for line in one.read_bytes().splitlines()):
         try:
             record = json.loads(line)
             key, text = (record["set"], record["prompt_id"]), (record.get("prompt"), record.get("reference"))

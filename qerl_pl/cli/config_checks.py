@@ -2,8 +2,11 @@
 
 import argparse
 from argparse import ArgumentError
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace, dict_to_namespace, set_parsing_settings
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -23,6 +26,7 @@ from qerl_pl.errors import UserError, did_you_mean
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
+from qerl_pl.runtime.checkpoint_io import FOLDER
 from qerl_pl.runtime.import_path import load_named
 
 CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
@@ -124,6 +128,41 @@ def refuse_automatic(trainer: Namespace) -> None:
             "an optimizer step takes all of a minibatch, whose memory model.micro_batch_tokens limits; got "
             f"trainer.accumulate_grad_batches {batches}; raise data.batch_size, or lower model.minibatches"
         )
+
+
+def refuse_lost_defaults(best: Any) -> None:
+    """Refuse keys of `best` where an earlier null has removed its defaults: Lightning's would keep the smallest value.
+
+    Raises:
+        UserError: There is no file name.
+    """
+    if isinstance(best, Namespace) and best.get("init_args.filename", "") is None:
+        raise UserError(
+            f"best: null has removed the defaults of best; got best.monitor {best.init_args.monitor} and no "
+            "best.filename after it; remove that null, or set monitor, mode, filename and enable_version_counter"
+        )
+
+
+def refuse_moved_run(files: Sequence[Any] | None, root: Path) -> None:
+    """Refuse RUN/config.yaml of a run that was moved, whose `trainer.default_root_dir` is where it was.
+
+    Args:
+        files: Those that -c names.
+        root: `trainer.default_root_dir` of this command.
+
+    Raises:
+        UserError: `root` is as in a file beside the checkpoints of another folder.
+    """
+    for file in (Path(file) for file in files or () if file is not None):
+        folder = file.parent
+        if file.name != "config.yaml" or not (folder / FOLDER).is_dir() or folder.resolve() == root.resolve():
+            continue
+        recorded = yaml.safe_load(file.read_text())["trainer"]["default_root_dir"]
+        if Path(recorded).expanduser() == root:
+            raise UserError(
+                f"--resume auto goes on in trainer.default_root_dir; got {root} in {file}, beside the checkpoints of a "
+                f"run that was moved; add --trainer.default_root_dir {folder}"
+            )
 
 
 def listed(given: Any) -> list[Any]:

@@ -32,6 +32,8 @@ from qerl_pl.cli.config_checks import (
     name_defaults,
     named_module,
     refuse_automatic,
+    refuse_lost_defaults,
+    refuse_moved_run,
     refuse_null,
 )
 from qerl_pl.cli.configs import ConfigFile
@@ -189,6 +191,7 @@ class QeRLCLI(LightningCLI):
         refuse_null(parser, self.config, defaults)
         if command == "fit":
             refuse_automatic(config.trainer)
+            refuse_lost_defaults(config.get("best"))
         if named_module(config.model.get("class_path")) is not self._module:
             raise UserError(
                 "model.class_path is read before other keys; it stands in a pipe, or in no file that -c names; "
@@ -336,6 +339,7 @@ class QeRLCLI(LightningCLI):
         if given.get("ckpt_path") is not None:
             raise UserError(f"--resume and --ckpt_path exclude each other; got both, --resume {resume}; leave one out")
         if resume == "auto":
+            refuse_moved_run(self._get(self.config, "config"), Path(self.trainer.default_root_dir))
             path = newest_checkpoint(Path(self.trainer.default_root_dir))
         else:
             path = Path(resume)

@@ -15,7 +15,7 @@ from qerl_pl.runtime.communicator import is_first_process
 LEVELS = {
     name: logging.WARNING
     for name in ("httpx", "httpx2", "matplotlib", "datasets", "absl", "lightning.pytorch", "lightning.fabric")
-}
+} | {"lightning.pytorch.profilers": logging.INFO}
 """Level of other libraries' loggers, by name: requests, fonts, seeds, devices, advertisements."""
 
 _LATE_KERNEL = ".* during inference: .* This causes a latency spike"
