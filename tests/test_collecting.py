@@ -184,6 +184,11 @@ def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
     collector_of(Scripted(), rewards=[Same()]).collect(PROMPTS[:2], 4, nobody)
     assert "rollout 4 has no advantages: each group's rewards are equal or missing" in caplog.text
     caplog.clear()
+    taught = collector_of(Scripted(), rewards=[Same()])
+    taught.objective = DrGRPO(distillation_coefficient=0.1)
+    taught.collect(PROMPTS[:2], 4, nobody)
+    assert "has no advantages" not in caplog.text
+    caplog.clear()
     collector_of(Scripted()).collect(PROMPTS[:2], 4, nobody)
     assert not caplog.text
 
@@ -196,6 +201,7 @@ def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
         ({"first": [None], "second": [None]}, ["first", "second"], math.nan),
         ({"first": [None] * 7 + [1.0]}, [], math.nan),
         ({"first": [1.0], "second": [None, 1.0]}, [], math.sqrt(2 / 7)),
+        ({"environment": [None], "second": [0.0, 1.0]}, [], math.sqrt(2 / 7)),
     ],
 )
 @pytest.mark.filterwarnings("error")
@@ -216,7 +222,8 @@ def test_a_reward_that_is_none_everywhere_is_warned_of_once(
     warned = [record.getMessage() for record in caplog.records if " is None for all 8 " in record.getMessage()]
     assert sorted(text.split()[1] for text in warned) == missing
     assert all(f"completions of rollout 4, the first of them of row {PROMPTS[0].id}: " in text for text in warned)
-    assert {name for name in given if f"reward/{name}" in found.metrics} == given.keys() - missing
+    measured = {name for name in given if f"reward/{name}" in found.metrics}
+    assert measured == {name for name, values in given.items() if {*values} != {None}}
     assert found.metrics["reward/std"] == pytest.approx(std, nan_ok=True)
 
 

@@ -49,12 +49,12 @@ def texts(tokenizer: PreTrainedTokenizerBase, conversation: Conversation) -> tup
 
 def test_an_answer_is_learned_behind_the_prompt_that_rollouts_have(tokenizer: PreTrainedTokenizerBase) -> None:
     rows = [
-        {"question": "What is 1 + 1,000?", "answer": "Add them. #### 1,001"},
+        {"question": "What is 1 + 1,000?", "answer": "#### Sum\nAdd them. #### 1,001"},
         {"question": "Why?", "answer": "Because."},
     ]
     number, reason = conversations(tokenizer, *rows)
     prompt = render_prompt(tokenizer, "What is 1 + 1,000?")
-    answer = tokenizer("<think>Add them.</think><answer>1001</answer>")["input_ids"]
+    answer = tokenizer("<think>#### Sum\nAdd them.</think><answer>1001</answer>")["input_ids"]
     assert number.token_ids.tolist() == [*prompt, *answer, tokenizer.eos_token_id]
     assert number.trained.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1)
     assert texts(tokenizer, reason)[1] == "Because.<|eos|>"
@@ -379,6 +379,31 @@ def test_many_rows_are_cached_and_lie_in_tensors(tiny_policy_dir: Path, tmp_path
     read(rows, system_prompt=None), read(rows, completion_only_loss=False), read([*rows[1:], rows[1]])
     read(rows, assistant_only_loss=True)
     assert len(short._train) < len(first._train) and len([*tmp_path.glob("conversations-*")]) == 5
+
+
+def test_another_tokenizer_template_or_tool_renders_anew(
+    tiny_policy_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_policy_dir)
+    rows: list[dict[str, Any]] = [{"question": "Why?", "answer": "So."}] * CACHED_ROWS
+    data = ConversationDataModule(rows, batch_size=8)
+
+    def folders() -> int:
+        data._render(tokenizer, rows, "training")
+        return len([*tmp_path.glob("conversations-*")])
+
+    assert folders() == folders() == 1
+    tokenizer.chat_template += "{# other #}"
+    assert folders() == 2
+    data.chat_template_kwargs = {"a": 1}
+    assert folders() == 3
+    tokenizer.add_tokens(["zz"])
+    assert folders() == 4
+    tokenizer.eos_token = tokenizer.pad_token
+    assert folders() == 5
+    rows[0] = rows[0] | {"tools": [{}]}
+    assert folders() == 6
 
 
 def answers(prompt: str, *texts: str) -> list[dict[str, Any]]:

@@ -297,6 +297,19 @@ def test_arithmetic_splits_do_not_meet(tokenizer: str) -> None:
             assert int(prompt.reference) == sum(numbers) and split_of(numbers) == split
 
 
+def test_a_trainer_takes_a_part_of_an_epoch(tokenizer: str) -> None:
+    data = ArithmeticDataModule(train_size=8, batch_size=2, val_size=0, tokenizer=tokenizer)
+    data.setup("fit")
+    data.trainer = SimpleNamespace(limit_train_batches=0.5)  # type: ignore[assignment]
+    assert data.batches_per_epoch == 2
+
+
+def test_validation_has_batches_of_its_own_size(tokenizer: str) -> None:
+    data = ArithmeticDataModule(train_size=8, batch_size=2, val_size=5, val_batch_size=3, tokenizer=tokenizer)
+    data.setup("fit")
+    assert [len(batch.prompts) for batch in data.val_dataloader()] == [3, 2]
+
+
 def test_values_of_json_lines_stay_as_they_are_written(tmp_path: Path, tokenizer: str) -> None:
     answers = ["2024-01-15", "2024-01-15T10:00:00", 10**30, 0.1, "1/2"]
     rows: list[dict] = [{"problem": f"p {n}", "answer": answer} for n, answer in enumerate(answers)]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
 from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions, pad_routing
 from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler, environment_row
+from qerl_pl.rollout.metrics import environment_metrics
 from qerl_pl.rollout.scoring import Scorer, last_turn
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
@@ -301,6 +303,12 @@ def test_tensors_and_rewards_of_a_dialogue_by_hand() -> None:
     assert seen[0].completion == tokenizer.decode([7, 8]) and seen[0].dialogue == completion.dialogue.messages  # type: ignore[union-attr]
     function = RewardFunction(lambda completions: [len(messages) for messages in completions], name="messages")
     assert function(seen[:1]) == [1]
+
+
+def test_failed_calls_are_a_share_of_all_calls_and_the_time_of_tools_is_a_dialogues() -> None:
+    dialogues = [DialogueFacts(1, 3, 1, 2.0, (), None), DialogueFacts(1, 1, 0, 4.0, (), None)]
+    metrics = environment_metrics([SimpleNamespace(dialogues=[one]) for one in dialogues])  # type: ignore[misc]
+    assert (metrics["environment/failed_calls_frac"], metrics["environment/tool_s"]) == (0.25, 3.0)
 
 
 def test_the_environments_reward_comes_behind_others_and_only_with_an_environment() -> None:

@@ -317,14 +317,18 @@ def test_only_fractions_have_the_interval_of_fractions(
         ("module", "seed", 6),
         ("policy", "dtype", "bfloat16"),
         ("policy", "quantization", "nf4"),
+        ("accuracy", "name", "other"),
+        ("rollout", "engine", VLLMEngine(kv_cache_dtype="fp8")),
     ],
 )
 def test_samples_of_other_settings_are_not_reused(owner: str, name: str, value: Any) -> None:
     tokenizer = SimpleNamespace(chat_template="one")
     policy = SimpleNamespace(path="base", quantization="none", dtype="float32")
     trained = SimpleNamespace(trained_state=dict)
-    scorer = SimpleNamespace(rewards=[], accuracy=SimpleNamespace(name="math"))
+    accuracy = SimpleNamespace(name="math")
+    scorer = SimpleNamespace(rewards=[], accuracy=accuracy)
     parts: dict[str, Any] = {
+        "accuracy": accuracy,
         "tokenizer": tokenizer,
         "policy": policy,
         "module": SimpleNamespace(
@@ -339,4 +343,5 @@ def test_samples_of_other_settings_are_not_reused(owner: str, name: str, value: 
     }
     before = _settings(parts["module"], parts["rollout"], parts["data"])
     setattr(parts[owner], name, value)
+    assert "format" in before  # of the cache itself
     assert _settings(parts["module"], parts["rollout"], parts["data"]) != before

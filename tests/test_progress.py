@@ -6,6 +6,7 @@ import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from lightning.pytorch import Trainer
@@ -73,6 +74,21 @@ def test_supervised_fine_tuning_has_a_line_for_each_logged_step_and_validation_a
         "validation after 3 steps: loss #, token accuracy #",
         f"adapter {tmp_path / 'adapter'}",
     ]
+
+
+def test_the_time_left_of_a_resumed_run_is_of_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(perf_counter=itertools.count(50.0).__next__))
+    trainer: Any = SimpleNamespace(callback_metrics={"optim/loss": 1.0}, log_every_n_steps=1)
+    lines, module = RolloutLines(), SFTModule()
+    monkeypatch.setattr(module, "planned_batches", lambda: 9)
+    module.policy_version = 6
+    lines.on_train_start(trainer, module)
+    module.policy_version = 7
+    with caplog.at_level(logging.INFO, "qerl_pl"):
+        lines.on_train_batch_end(trainer, module)
+    assert caplog.messages == ["step 7/9: loss 1.000, 0:00:02 left"]
 
 
 def test_held_out_numbers_say_how_they_were_sampled() -> None:

@@ -75,6 +75,7 @@ def test_a_table_is_a_file_or_a_list(tmp_path: Path, kind: str) -> None:
     [
         ({"prompt": "Why?"}, "Why?", ""),
         ({"problem": "1 + 1", "solution": "so #### 2"}, "1 + 1", "2"),
+        ({"problem": "1 + 1", "solution": "#### Sum\n1+1\n#### 2"}, "1 + 1", "2"),
         ({"question": "Why?", "answer": 3}, "Why?", "3"),
         ({"prompt": [{"role": "user", "content": "Why?"}], "answer": "so"}, "Why?", "so"),
         (
