@@ -74,6 +74,10 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
         "data.sets.limit does not take many; give an integer; see",
     ),
     "no YAML for a group": ("--rollout.sampling {a:[", r"rollout.sampling.*\{a:\["),
+    "argument of an entry": (
+        "--rollout.rewards.accuracy.weight x",
+        "rewards.accuracy.weight does not take x; give a nu",
+    ),
     "callback's own": (
         {"trainer": {"callbacks": [of("lightning.pytorch.callbacks.Timer", interval="x")]}},
         "interval.*x",

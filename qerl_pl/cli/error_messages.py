@@ -37,6 +37,7 @@ _REQUIRED = re.compile(r"arguments are required: (?:fit\.|validate\.|test\.)?(\w
 _CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 
+_OF_AN_ENTRY = re.compile(r"NestedArg\(key='([\w.]+)'")
 _EXPECTED = re.compile(r"Expected a <class '(int|float|bool)'>")
 _KINDS = {"int": "give an integer", "float": "give a number", "bool": "give true or false"}
 
@@ -103,6 +104,9 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
     value = _VALUE.search(message, message.rfind("Parser key"))
     if not value:
         return textwrap.shorten(message.replace("  - ", ""), 250, placeholder=" ...")
+    above, _, last = place.rpartition(".")
+    if (entry := _OF_AN_ENTRY.search(message)) and entry[1].endswith(f".{last}") and not place.endswith(entry[1]):
+        place = f"{above}.{entry[1]}"  # of a mapping, whose name is no key of jsonargparse's
     given = "null" if value[1] == "None" else re.sub(r"NestedArg\(key='([\w.]+)', val='?(.*?)'?\)", r"\1=\2", value[1])
     reason = f" ({cause})" if isinstance(cause, _IMPORTING) else ""
     kinds = {*_EXPECTED.findall(message, message.rfind("Parser key"))}
