@@ -51,6 +51,7 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     ),
     "class": ("--model.objective DAPOO", r"^qerl: model.objective does not take DAPOO; did you mean DAPO\?"),
     "class of a path": ("--model.objective qerl_pl.PPO", r"does not take qerl_pl.PPO \(.* no attribute 'PPO'\); "),
+    "class of a file": ("--trainer.callbacks mine.py:Mine", "not take mine.py:Mine; name it by import path, mine.Mine"),
     "class of no module": (
         "--data nowhere.Data",
         r"data does not take nowhere.Data \(No module named 'nowhere'\); corr",

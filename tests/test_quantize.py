@@ -67,10 +67,11 @@ def test_every_projection_is_quantized_by_the_recipe_and_nothing_else(
 
 
 def test_an_exported_dense_copy_has_no_report(quantized: Path, tmp_path: Path) -> None:
-    copy = write_dense_checkpoint(quantized, tmp_path / "dense", torch.bfloat16)
-    assert {path.name for path in quantized.iterdir()} - {path.name for path in copy.iterdir()} == {
-        "quantization_report.json"
-    }
+    base = shutil.copytree(quantized, tmp_path / "base")
+    (base / "hf_quant_config.json").write_text("{}")  # ModelOpt's, by which vLLM would take 16 bits for 4
+    copy = write_dense_checkpoint(base, tmp_path / "dense", torch.bfloat16)
+    left_out = {"quantization_report.json", "hf_quant_config.json"}
+    assert {path.name for path in base.iterdir()} - {path.name for path in copy.iterdir()} == left_out
 
 
 @pytest.mark.parametrize(("format", "scales"), [("nvfp4", "torch.float8_e4m3fn"), ("mxfp4", "torch.uint8")])

@@ -82,6 +82,18 @@ def test_values_of_any_type_are_logged_as_json_has_them() -> None:
     assert logged_by(logs).logged_columns == {"any": ["tensor(3)", None, "['a']"], "number": [1, 2.5, True]}
 
 
+def test_what_is_logged_now_and_then_is_not_logged_again() -> None:
+    def logs(completions: list[str], log_extra: Any) -> list[float]:
+        if len(completions) > 1:
+            log_extra("text", completions)
+        return [0.0] * len(completions)
+
+    reward = RewardFunction(logs)
+    for samples, columns in ((SAMPLES, ["text"]), (SAMPLES[:1], [])):
+        score([reward], samples)
+        assert [*reward.logged_columns] == columns
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_metric_is_the_mean_over_a_rollout_on_however_many_ranks(size: int) -> None:
     def lengths(completions: list[str], log_metric: Any, log_extra: Any) -> list[float]:

@@ -148,6 +148,8 @@ def test_noise_is_that_of_the_version_in_training_and_none_in_evaluation(tiny_po
     assert resumed.state_dict() == {"planned_rollouts": 9} and resumed.schedule == NoiseSchedule()
     module = module_of(tiny_policy_dir)
     assert noise_of(resumed, trainer, module, 9) == NormNoise(pytest.approx(1e-4), 5, 9)
+    resumed.setup(trainer, module, "fit")  # of another run, which plans anew
+    assert resumed.planned_rollouts is None
 
 
 def noise_of(callback: AdaptiveQuantizationNoise, trainer: Any, module: QeRLModule, version: int) -> NormNoise:

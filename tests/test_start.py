@@ -1,6 +1,7 @@
 """Training that goes on from a saved adapter: PEFT's policy, its own KL reference, the same bits when resumed."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -202,10 +203,12 @@ def test_what_is_no_adapter_to_start_from_is_refused(tiny_policy_dir: Path, taug
     save_file(some, weights)
     with pytest.raises(UserError, match="must hold this policy's adapter; .* set model.policy.adapter and model.poli"):
         policy_of(config_of(tiny_policy_dir, broken))
-    saved = json.loads((broken / "adapter_config.json").read_text()) | {"target_parameters": ["experts.down_proj"]}
-    (broken / "adapter_config.json").write_text(json.dumps(saved))
-    with pytest.raises(UserError, match="adapter_config.json sets target_parameters; merge it into its base with PEFT"):
-        config_of(tiny_policy_dir, broken).base_folder()
+    saved = json.loads((broken / "adapter_config.json").read_text())
+    others = {"target_parameters": ["experts.down_proj"], "alpha_pattern": {"q_proj": 3}, "rank_pattern": {"q_proj": 3}}
+    for name, value in (others | {"use_dora": True, "init_lora_weights": "pissa", "bias": "all"}).items():
+        (broken / "adapter_config.json").write_text(json.dumps(saved | {name: value}))
+        with pytest.raises(UserError, match=f"adapter_config.json sets {name}; merge it into its base with PEFT"):
+            config_of(tiny_policy_dir, broken).base_folder()
 
 
 # Resuming -------------------------------------------------------------------------------------------------------------
@@ -270,3 +273,6 @@ def test_a_renamed_adapter_is_read_as_it_was(tiny_policy_dir: Path, tmp_path: Pa
     rename_to_multimodal(folder, str(tiny_policy_dir))
     after = read_adapter(str(folder))
     assert after.lora == before and after.tensors().keys() == tensors.keys()
+    targets = json.loads((folder / "adapter_config.json").read_text())["target_modules"]
+    linears = ("language_model.layers.0.self_attn.q_proj", "visual.blocks.0.attn.q_proj")
+    assert [re.fullmatch(targets, f"model.{linear}") is not None for linear in linears] == [True, False]

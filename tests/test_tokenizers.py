@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from qerl_pl.chat.continuation import ChatContinuation
 from qerl_pl.chat.template import render_prompt
 from qerl_pl.datamodules import ConversationDataModule
+from qerl_pl.models.folder import end_token_ids
 from qerl_pl.rewards import Format, GSM8KAnswer
 from qerl_pl.rollout.scoring import Scorer
 from qerl_pl.toy.tokenizer import EOS, PAD, TAGS, build_tokenizer
@@ -277,3 +279,12 @@ def test_a_text_begins_once(prompt: str, starts: str) -> None:
     data = ConversationDataModule([{"prompt": prompt, "completion": "12"}], batch_size=1, val_size=0)
     (conversation,) = data._render(tokenizer, data.train_rows(), "training")
     assert tokenizer.decode(conversation.token_ids).startswith(starts)
+
+
+def test_completions_end_at_any_end_that_a_models_files_name(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    ends = [tokenizer.eos_token_id + 1, tokenizer.eos_token_id + 2]
+    for name, end in zip(("config", "generation_config"), ends, strict=True):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"model_type": "qwen2", "eos_token_id": end}))
+    assert end_token_ids(tmp_path) == (tokenizer.eos_token_id, *ends)

@@ -49,6 +49,7 @@ ONE_CALL = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parame
         (f"Let me.{ONE_CALL}", [ADD]),  # cut by a stop string
         (f"<think>{ONE_CALL}</tool_call></think>\n<function=now>\n</function>{ONE_CALL}", [ToolCall("now", {}), ADD]),
         ("<function=say><parameter=text>\ntwo\n lines\n</parameter>", [ToolCall("say", {"text": "two\n lines"})]),
+        ("<function=add><parameter=a>\n2 + 3\n</parameter>", [ToolCall("add", {"a": "2 + 3"})]),  # not 2
         (f"<function=add><parameter=a>{DEEP}", [ToolCall("add", {"a": DEEP})]),
         ("<function=" * 100_000, []),
     ],

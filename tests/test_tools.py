@@ -1,6 +1,7 @@
 """The tools that come with the package: a calculator and a search."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,18 @@ def test_a_changed_corpus_is_indexed_anew(tmp_path: Path) -> None:
     assert Search(str(path)).search("second") == "[1] second note"
     path.write_text("another second note")
     assert Search(str(path)).search("second") == "[1] another second note"
+    path.write_text("renewed second note")  # as long
+    os.utime(path, (1, 1))
+    assert Search(str(path)).search("second") == "[1] renewed second note"
+
+
+def test_each_key_of_a_corpus_has_its_own_index(tmp_path: Path) -> None:
+    path = tmp_path / "wiki.jsonl"
+    path.write_text(json.dumps({"text": "a river", "body": "a long river"}))
+    assert [Search(str(path), text=key).search("river") for key in ("text", "body")] == [
+        "[1] a river",
+        "[1] a long river",
+    ]
 
 
 def test_a_search_in_dialogues_builds_one_index(corpus: Path) -> None:

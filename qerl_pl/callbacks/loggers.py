@@ -66,7 +66,7 @@ class SaveFitConfig(SaveConfigCallback):
         if writes_files(trainer):
             path = Path(trainer.default_root_dir) / self.config_filename
             if trainer.ckpt_path is not None and path.is_file() and (changed := changes(path.read_text(), self._text)):
-                log.warning("this run goes on with other settings: %s", "; ".join(changed))
+                log.warning("this run goes on with other settings than the last command: %s", "; ".join(changed))
             atomic_write(path, self._text.encode())
 
 

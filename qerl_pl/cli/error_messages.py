@@ -111,6 +111,8 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
     reason = f" ({cause})" if isinstance(cause, _IMPORTING) else ""
     kinds = {*_EXPECTED.findall(message, message.rfind("Parser key"))}
     remedy = _KINDS[kinds.pop()] if len(kinds) == 1 else "correct it"
+    if by_file := re.fullmatch(r"(?:.*/)?(\w+)\.py:(\w+)", given):
+        remedy = f"name it by import path, {by_file[1]}.{by_file[2]}"
     meant = did_you_mean(given.rpartition(".")[2], _CLASSES).strip() or remedy
     return f"{place} does not take {given:.80}{reason}; {meant}"
 
