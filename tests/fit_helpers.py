@@ -16,8 +16,9 @@ import jsonargparse
 import pytest
 import yaml
 from lightning.pytorch import Callback, Trainer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_run import quiet_trainer
+from torch import Tensor
 
 from qerl_pl.callbacks import AdaptiveQuantizationNoise, RolloutCallback
 from qerl_pl.datamodules import ArithmeticDataModule, PromptDataModule
@@ -227,6 +228,11 @@ def ended(started: Started) -> tuple[list[int], str]:
 
 _WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _PORTS = iter(random.SystemRandom().sample(range(20_000 + _WORKER, 32_768, 64), 199))
+
+
+def adapter(run: Path) -> dict[str, Tensor]:
+    """The final adapter of a run's folder."""
+    return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 def free_port() -> int:

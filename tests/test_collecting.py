@@ -222,8 +222,8 @@ def test_a_reward_that_is_none_everywhere_is_warned_of_once(
     warned = [record.getMessage() for record in caplog.records if " is None for all 8 " in record.getMessage()]
     assert sorted(text.split()[1] for text in warned) == missing
     assert all(f"completions of rollout 4, the first of them of row {PROMPTS[0].id}: " in text for text in warned)
-    measured = {name for name in given if f"reward/{name}" in found.metrics}
-    assert measured == {name for name, values in given.items() if {*values} != {None}}
+    logged = {name for name in given if f"reward/{name}" in found.metrics}
+    assert logged == {name for name, values in given.items() if {*values} != {None}}
     assert found.metrics["reward/std"] == pytest.approx(std, nan_ok=True)
 
 

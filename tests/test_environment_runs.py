@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fit_helpers import configuration, fit
-from safetensors.torch import load_file
+from fit_helpers import adapter, configuration, fit
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_ranks import same_run, train
 
@@ -68,17 +67,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "completions.jsonl").read_text().splitlines()]
 
 
-def adapter(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "adapter" / "adapter_model.safetensors")
-
-
 @pytest.fixture(scope="module")
-def whole(game_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(game(game_policy_dir, tmp_path_factory.mktemp("game") / "whole"))
+def uninterrupted(game_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(game(game_policy_dir, tmp_path_factory.mktemp("game") / "uninterrupted"))
 
 
-def test_a_run_trains_on_dialogues_with_the_environments_reward(whole: Path) -> None:
-    rows = lines(whole)
+def test_a_run_trains_on_dialogues_with_the_environments_reward(uninterrupted: Path) -> None:
+    rows = lines(uninterrupted)
     assert len(rows) == 8 * ROLLOUTS and {row["rewards"]["environment"] for row in rows} == {0.0, 1.0}
     for row in rows:
         turns = [message for message in row["messages"] if message["role"] == "assistant"]
@@ -90,7 +85,7 @@ def test_a_run_trains_on_dialogues_with_the_environments_reward(whole: Path) -> 
         expected = ["found" if guess == number else "higher" if number > guess else "lower" for guess in guesses]
         assert answers == expected
     assert max(len(row["messages"]) for row in rows) == 6
-    events = EventAccumulator(str(whole))
+    events = EventAccumulator(str(uninterrupted))
     events.Reload()
     curves = {
         tag: [event.value for event in events.Scalars(f"environment/{tag}")]
@@ -137,7 +132,7 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_with_the_same_bits(
     game_policy_dir: Path, tmp_path: Path
 ) -> None:
     rng, kills, times = random.Random(0), 0, 20
-    whole = train(game(game_policy_dir, tmp_path / "whole", 22))
+    uninterrupted = train(game(game_policy_dir, tmp_path / "uninterrupted", 22))
     config = game(game_policy_dir, tmp_path / "run", 22)
     while True:
         prepare: Callable[[], None] | None = partial(die_at, rng.randrange(15, 50)) if kills < times else None
@@ -147,8 +142,8 @@ def test_killed_twenty_times_at_random_moments_a_run_ends_with_the_same_bits(
         assert status == -signal.SIGKILL, output
         kills += 1
     assert kills == times
-    assert lines(tmp_path / "run") == lines(whole)
-    first, second = adapter(whole), adapter(tmp_path / "run")
+    assert lines(tmp_path / "run") == lines(uninterrupted)
+    first, second = adapter(uninterrupted), adapter(tmp_path / "run")
     assert first.keys() == second.keys() and all(torch.equal(second[name], first[name]) for name in first)
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration
+from fit_helpers import adapter, configuration
 from lightning.pytorch import Callback, LightningModule, Trainer
-from safetensors.torch import load_file
 from tiny_run import VALIDATED, Tiny, trainer_of
 from torch import Tensor
 
@@ -74,8 +73,8 @@ def differences(first: Any, second: Any, place: str = "") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(sys, "argv", sys.argv)
         monkeypatch.setattr(sys, "path", list(sys.path))
@@ -84,7 +83,7 @@ def whole(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_a_reward_that_fails_saves_the_state_before_its_rollout_and_the_run_resumes_bit_for_bit(
-    whole: Path, tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, words = tmp_path / "run", flaky_run(tiny_policy_dir, tmp_path, 99)
     saved = []
@@ -97,17 +96,14 @@ def test_a_reward_that_fails_saves_the_state_before_its_rollout_and_the_run_resu
         assert line.endswith(f"; the state is saved in {path}; continue with the same command and --resume auto")
         saved.append(path.name)
         assert sorted(one.name for one in path.parent.glob("*.ckpt")) == saved
-        assert not differences(checkpoint(run, path.name), checkpoint(whole, path.name))
+        assert not differences(checkpoint(run, path.name), checkpoint(uninterrupted, path.name))
         assert main(words) == 2  # it fails again, and the checkpoint is there
         assert f"the state is saved in {path}" in capsys.readouterr().err
     (tmp_path / "broken").unlink()
     assert main(words) == 0
-    assert not differences(checkpoint(run, "step=8.ckpt"), checkpoint(whole, "step=8.ckpt"))
-    adapters = [load_file(one / "adapter" / "adapter_model.safetensors") for one in (run, whole)]
-    assert (
-        not differences(*adapters)
-        and (run / "completions.jsonl").read_text() == (whole / "completions.jsonl").read_text()
-    )
+    assert not differences(checkpoint(run, "step=8.ckpt"), checkpoint(uninterrupted, "step=8.ckpt"))
+    assert not differences(adapter(run), adapter(uninterrupted))
+    assert (run / "completions.jsonl").read_text() == (uninterrupted / "completions.jsonl").read_text()
 
 
 class Saves(Callback):
@@ -118,19 +114,18 @@ class Saves(Callback):
 
 
 def test_a_checkpoint_within_a_step_that_goes_on_changes_nothing(
-    whole: Path, tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     words = flaky_run(tiny_policy_dir, tmp_path, 99)[:-2]
     settings = yaml.safe_load((tmp_path / "run.yaml").read_text())
     settings["trainer"]["callbacks"].append({"class_path": f"{__name__}.Saves"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     assert main(words) == 0 and (tmp_path / "run" / "within.ckpt").is_file()
-    runs = (tmp_path / "run", whole)
-    assert not differences(*(load_file(run / "adapter" / "adapter_model.safetensors") for run in runs))
+    assert not differences(adapter(tmp_path / "run"), adapter(uninterrupted))
 
 
 def test_what_another_callback_saves_within_a_failed_rollout_resumes_before_it(
-    whole: Path, tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
 ) -> None:
     run, words = tmp_path / "run", flaky_run(tiny_policy_dir, tmp_path, 99)[:-2]
     settings = yaml.safe_load((tmp_path / "run.yaml").read_text())
@@ -144,7 +139,7 @@ def test_what_another_callback_saves_within_a_failed_rollout_resumes_before_it(
     (tmp_path / "broken").unlink()
     (path,) = run.rglob("failed*.ckpt")
     assert main([*words, "--ckpt_path", str(path)]) == 0
-    assert not differences(*(load_file(one / "adapter" / "adapter_model.safetensors") for one in (run, whole)))
+    assert not differences(adapter(run), adapter(uninterrupted))
 
 
 class Fails(Callback):

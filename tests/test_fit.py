@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fit_helpers import KEYS, configuration, with_keys
+from fit_helpers import KEYS, adapter, configuration, with_keys
 from lightning.pytorch import Trainer
 from safetensors.torch import load_file
 from short_run import data, module_of, rollout_of
@@ -40,10 +40,6 @@ def callback_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
 def fit(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> QeRLCLI:
     monkeypatch.setattr("sys.argv", ["qerl"])
     return QeRLCLI({"subcommand": "fit", "fit": copy.deepcopy(settings)})
-
-
-def adapter(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:

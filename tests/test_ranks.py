@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from fit_helpers import configuration, ended, fit, fit_on_ranks, free_port, processes, start
+from fit_helpers import adapter, configuration, ended, fit, fit_on_ranks, free_port, processes, start
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
@@ -100,10 +100,6 @@ def curves(run: Path) -> dict[str, dict[int, float]]:
     events = EventAccumulator(str(run))
     events.Reload()
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in COMPARED}
-
-
-def adapter(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 def learned(run: Path) -> dict[str, torch.Tensor]:

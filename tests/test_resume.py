@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from fit_helpers import configuration, fit, fit_here
-from safetensors.torch import load_file
+from fit_helpers import adapter, configuration, fit, fit_here
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
@@ -40,10 +39,6 @@ def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactor
     status, output = fit(configuration(tiny_policy_dir, run), prepare=stop_where_an_update_may_not_repeat)
     assert status == 0, output
     return run
-
-
-def adapter(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 def checkpoint(run: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import peft
 import pytest
 import torch
 from cli_helpers import OWN, built
-from fit_helpers import command, configuration, fit, fit_here, fit_on_ranks
+from fit_helpers import adapter, command, configuration, fit, fit_here, fit_on_ranks
 from huggingface_hub import ModelCard
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -212,15 +212,11 @@ def sft_settings(base: Path, run: Path, dropout: float = 0.1) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("sft") / "whole"
+def uninterrupted(tiny_policy_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("sft") / "uninterrupted"
     status, output = fit(sft_settings(tiny_policy_dir, run))
     assert status == 0, output
     return run
-
-
-def adapter(run: Path) -> dict[str, Tensor]:
-    return load_file(run / "adapter" / "adapter_model.safetensors")
 
 
 def curve(run: Path, tag: str) -> list[tuple[int, float]]:
@@ -244,15 +240,15 @@ class DieIn:
         setattr(SFTModule, self.method, dying)
 
 
-def test_a_run_learns_and_writes_what_reinforcement_learning_starts_from(whole: Path) -> None:
-    loss, validated = curve(whole, "optim/loss"), curve(whole, "val/loss")
+def test_a_run_learns_and_writes_what_reinforcement_learning_starts_from(uninterrupted: Path) -> None:
+    loss, validated = curve(uninterrupted, "optim/loss"), curve(uninterrupted, "val/loss")
     assert [step for step, _ in loss] == [*range(8)] and [step for step, _ in validated] == [-1, 3, 7]
     assert validated[-1][1] < loss[0][1] - 0.5
-    assert curve(whole, "val/perplexity")[-1][1] == pytest.approx(math.exp(validated[-1][1]), rel=1e-5)
-    names = {path.name for path in (whole / "checkpoints").glob("*.ckpt")}
+    assert curve(uninterrupted, "val/perplexity")[-1][1] == pytest.approx(math.exp(validated[-1][1]), rel=1e-5)
+    names = {path.name for path in (uninterrupted / "checkpoints").glob("*.ckpt")}
     assert names == {"best-step=8.ckpt", "step=6.ckpt", "step=8.ckpt"}
-    assert not (whole / "completions.jsonl").exists() and (whole / "config.yaml").is_file()
-    assert any("layernorm" in name for name in adapter(whole))
+    assert not (uninterrupted / "completions.jsonl").exists() and (uninterrupted / "config.yaml").is_file()
+    assert any("layernorm" in name for name in adapter(uninterrupted))
 
 
 def test_the_configuration_trains_on_data_of_few_batches(tiny_policy_dir: Path, tmp_path: Path) -> None:
@@ -274,37 +270,37 @@ def test_the_configuration_trains_on_data_of_few_batches(tiny_policy_dir: Path, 
     assert re.search(r"^model: .*mine.py:Mine$", hyperparameters, re.M) and "model.shown: 0.25" in hyperparameters
 
 
-def test_an_export_is_the_runs_adapter(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(whole), str(tmp_path / "exported")]) == 0
+def test_an_export_is_the_runs_adapter(uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(uninterrupted), str(tmp_path / "exported")]) == 0
     assert "the adapter of " in (said := capsys.readouterr().out) and "after 8 steps, from " in said
     tags = ModelCard.load(tmp_path / "exported" / "README.md").data.tags
     assert "sft" in tags and "reinforcement-learning" not in tags
     exported = load_file(tmp_path / "exported" / "adapter_model.safetensors")
-    assert all(torch.equal(tensor, exported[name]) for name, tensor in adapter(whole).items())
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in adapter(uninterrupted).items())
 
 
 @pytest.mark.parametrize(
     "die", [DieIn("_accumulate", 4), DieIn("validation_step", 4)], ids=["in a step", "in a validation"]
 )
 def test_a_killed_run_resumes_bit_for_bit(
-    tiny_policy_dir: Path, whole: Path, tmp_path: Path, die: Callable[[], None]
+    tiny_policy_dir: Path, uninterrupted: Path, tmp_path: Path, die: Callable[[], None]
 ) -> None:
     settings = sft_settings(tiny_policy_dir, tmp_path / "run")
     found, output = fit(settings, "--resume", "auto", prepare=die)
     assert found == -signal.SIGKILL, output
     found, output = fit(settings, "--resume", "auto")
     assert found == 0 and "resuming from" in output, output
-    expected, resumed = adapter(whole), adapter(tmp_path / "run")
+    expected, resumed = adapter(uninterrupted), adapter(tmp_path / "run")
     assert expected.keys() == resumed.keys() and all(torch.equal(expected[name], resumed[name]) for name in expected)
     for tag in ("optim/loss", "optim/lr", "val/loss", "val/mean_token_accuracy"):
-        assert curve(tmp_path / "run", tag) == curve(whole, tag)
+        assert curve(tmp_path / "run", tag) == curve(uninterrupted, tag)
 
 
 @pytest.mark.usefixtures("process_state")
 def test_a_run_refuses_other_data_and_another_kind_of_training(
-    tiny_policy_dir: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_policy_dir: Path, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = shutil.copytree(whole, tmp_path / "run")
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
     assert fit_here(sft_settings(tiny_policy_dir, run), "--resume", "auto", "--data.train_size", "12") == 2
     assert "in the same order; the training conversations differ; restore" in capsys.readouterr().err
     assert fit_here(configuration(tiny_policy_dir, run, summary=False), "--resume", "auto") == 2

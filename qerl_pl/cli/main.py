@@ -339,8 +339,9 @@ class QeRLCLI(LightningCLI):
         if given.get("ckpt_path") is not None:
             raise UserError(f"--resume and --ckpt_path exclude each other; got both, --resume {resume}; leave one out")
         if resume == "auto":
-            refuse_moved_run(self._get(self.config, "config"), Path(self.trainer.default_root_dir))
-            path = newest_checkpoint(Path(self.trainer.default_root_dir))
+            root = Path(self.trainer.default_root_dir)
+            refuse_moved_run(self._get(self.config, "config"), root)
+            path = newest_checkpoint(root)
         else:
             path = Path(resume)
             verify(path)
