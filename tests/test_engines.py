@@ -1,11 +1,12 @@
 """One contract for every engine, against plain transformers and PEFT on the same ids."""
 
+import io
 import json
 import math
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -652,6 +653,22 @@ def test_vllm_inspects_the_models_class_in_this_process(base: Path, monkeypatch:
     with pytest.raises(UserError, match="inspected"):
         VLLMEngine().launch(spec_of(base))
     assert inspected == [True]
+
+
+@pytest.mark.vllm
+def test_vllm_starts_where_standard_output_has_no_file_descriptor(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+    from vllm.utils.system_utils import suppress_stdout
+
+    def start(**settings: Any) -> None:
+        with suppress_stdout():  # as its process groups do
+            raise ValueError("suppressed")
+
+    monkeypatch.setattr(vllm, "LLM", start)
+    with redirect_stdout(io.StringIO()) as notebook:
+        with pytest.raises(UserError, match="suppressed"):
+            VLLMEngine().launch(spec_of(base))
+        assert sys.stdout is notebook
 
 
 @pytest.fixture(scope="module")

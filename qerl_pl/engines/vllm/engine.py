@@ -41,6 +41,7 @@ from qerl_pl.engines.vllm.startup import (
     release_memory,
     runs,
     sequences_with_states,
+    stdout_with_descriptor,
     vllm_errors_as_user_errors,
 )
 from qerl_pl.errors import UserError, require_at_least
@@ -266,7 +267,7 @@ class VLLMEngine(RolloutEngine):
         experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
         sequences = sequences_with_states(base, self.max_num_seqs, kv_gib, self.cache_dtype(spec.dtype))
         copies_above = merged_above(self.adapter, backend is not None, self.max_num_seqs)
-        with vllm_errors_as_user_errors(self.kv_cache_dtype):
+        with vllm_errors_as_user_errors(self.kv_cache_dtype), stdout_with_descriptor():
             register_architecture(config, spec.device)
             return LLM(
                 model=str(base),

@@ -5,8 +5,9 @@ import importlib.util
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,21 @@ def process_state_restored() -> Iterator[None]:
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
+
+
+@contextmanager
+def stdout_with_descriptor() -> Iterator[None]:
+    """Write to the process's own standard output where the present one has no file descriptor, as in some notebooks.
+
+    vLLM's start duplicates the descriptor.
+    """
+    try:
+        sys.stdout.fileno()
+        stdout = sys.stdout
+    except (AttributeError, OSError):
+        stdout = sys.__stdout__
+    with redirect_stdout(stdout):
+        yield
 
 
 @contextmanager
