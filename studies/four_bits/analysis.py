@@ -217,10 +217,10 @@ def single_pairs(rows: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, 
     first, second = PRIMARY
     for unit, reward in sorted(rewards.items()):
         if len(reward) == len(PRIMARY):
-            lines.append([*unit, f"{reward[first] - reward[second]:+.3f}", "", "", ""])
             end = ends.get(unit, {})
-            if len(end) == len(PRIMARY):
-                lines[-1][-3:] = f"{end[second]:.3f}", f"{end[first]:.3f}", f"{end[first] - end[second]:+.3f}"
+            graded = [f"{end[method]:.3f}" if method in end else "" for method in (second, first)]
+            difference = f"{end[first] - end[second]:+.3f}" if len(end) == len(PRIMARY) else ""
+            lines.append([*unit, f"{reward[first] - reward[second]:+.3f}", *graded, difference])
     return markdown([*UNIT, "reward in training", "lora16", "nvfp4_aqn", "difference"], lines)
 
 

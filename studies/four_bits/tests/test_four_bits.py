@@ -108,7 +108,10 @@ RUNS = [
 
 
 def test_pairs_of_other_orders_and_lengths_stand_alone() -> None:
-    graded = row("lora16", "none", [1, 1], seed="200", rollouts="128", order="1")
+    graded = [
+        row("lora16", "none", [1, 1], seed="200", rollouts="128", order="1"),
+        row("nvfp4_aqn", "nvfp4", [2, 0], seed="201", rollouts="128", order="1"),
+    ]
     pairs = [
         run("lora16", 200, [0.1, 0.3], [], order=1),
         run("nvfp4_aqn", 200, [0.0, 0.2], [], order=1),
@@ -116,9 +119,9 @@ def test_pairs_of_other_orders_and_lengths_stand_alone() -> None:
         run("lora16", 201, [0.2, 0.3], [], order=1),
         run("lora16", 200, [0.2, 0.3], [], order=2),  # without a partner, as the 400 rollouts
     ]
-    assert analysis.single_pairs([*ROWS, graded], [*RUNS, *pairs], "sampled").splitlines()[2:] == [
+    assert analysis.single_pairs([*ROWS, *graded], [*RUNS, *pairs], "sampled").splitlines()[2:] == [
         "| 1 | 128 | 200 | -0.100 | 0.250 | 0.000 | -0.250 |",
-        "| 1 | 128 | 201 | -0.050 |  |  |  |",
+        "| 1 | 128 | 201 | -0.050 |  | 0.250 |  |",
     ]
 
 
