@@ -99,9 +99,11 @@ def test_last_tagged(text: str, content: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *[(text, "18") for text in (" 18 ", "18.00", "$ 18", "18%", "018", "18$")],
+        *[(text, "18") for text in (" 18 ", "18.00", "$ 18", "18%", "018", "18$", "+18")],
+        *[(text, "18") for text in ("**18**", "**18**.", "**18.**", "`18`", "**$18**")],
         *[(text, "1234.5") for text in ("$1,234.50.", "\\$1234.5", "1234.5\\%")],
-        *[(text, "-5") for text in ("-$5", "$-5")],
+        *[(text, "-5") for text in ("-$5", "$-5", "−5", "**−5**")],
+        ("−.5", "-0.5"),
         (".5", "0.5"),
         ("9" * 400, "9" * 400),
     ],
@@ -110,7 +112,9 @@ def test_numbers(text: str, value: str) -> None:
     assert parse_number(text) == Decimal(value)
 
 
-@pytest.mark.parametrize("text", ["", "18 apples", "17 or 18", "1,8", "12,34", "1e3", "1/2", "--5", "x", "١٨", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "18 apples", "17 or 18", "1,8", "12,34", "1e3", "1/2", "--5", "+−5", "2**4", "**", "x", "١٨", "nan"]
+)
 def test_not_numbers(text: str) -> None:
     assert parse_number(text) is None
 

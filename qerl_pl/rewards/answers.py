@@ -189,17 +189,18 @@ def same_prose(answer: str, reference: str) -> bool:
     return first == second
 
 
-_PLAIN_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|-?\.[0-9]+")
+_PLAIN_NUMBER = re.compile(r"[-−+]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
 
 
 def parse_number(text: str) -> Decimal | None:
     """The value of `text` if it is exactly one number, else None.
 
-    Ignores dollar and percent signs (also escaped), commas between thousands and a final full stop: "$1,234.50." is
-    1234.5.
+    Ignores dollar and percent signs (also escaped), commas between thousands, a final full stop and Markdown's marks of
+    bold text and code: "**$1,234.50**." is 1234.5.
     """
-    plain = re.sub(r"\\?[$%]", "", text.strip().removesuffix(".")).strip()
-    return Decimal(plain.replace(",", "")) if _PLAIN_NUMBER.fullmatch(plain) else None
+    bare = text.strip().removesuffix(".").strip("*`").removesuffix(".")
+    plain = re.sub(r"\\?[$%]", "", bare).strip()
+    return Decimal(plain.replace(",", "").replace("−", "-")) if _PLAIN_NUMBER.fullmatch(plain) else None
 
 
 _COMPARISON = re.compile(rf"({_TEXT_MARK}\s*\{{)\s*(?:percent|times|more|fewer|less)\b")
