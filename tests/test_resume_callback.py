@@ -471,6 +471,15 @@ def test_callbacks_that_end_an_epoch_go_on_with_what_they_had(tmp_path: Path, st
     assert resumed.stop.wait_count == whole.stop.wait_count == 2 and resumed.best == ["best-rollouts=18.ckpt"]
 
 
+def test_a_moved_run_knows_its_best_checkpoint(tmp_path: Path) -> None:
+    assert Marks(tmp_path / "old").fit() == EPOCH * 5
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = Marks(tmp_path / "new")
+    assert moved.fit(resume="step=24.ckpt") == EPOCH and moved.best == ["best-rollouts=18.ckpt"]
+    state = torch.load(tmp_path / "new/checkpoints/step=30.ckpt", weights_only=True)["callbacks"]
+    assert str(tmp_path / "old") not in str(state)
+
+
 @pytest.mark.parametrize("event", [5, VALIDATED])
 def test_stopped_at_the_end_of_its_best_epoch_a_run_keeps_that(tmp_path: Path, event: int) -> None:
     class Late(Callback):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least, take_sigusr1
@@ -87,6 +87,15 @@ class ResumeCheckpoint(Checkpoint):
             path = self._save(trainer)
             if stop:
                 raise Preempted(stop, path)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Name the files of a moved or copied run by where they are now, or ModelCheckpoint forgets its best score."""
+        for callback in trainer.checkpoint_callbacks:
+            state = checkpoint["callbacks"].get(callback.state_key)
+            if state and isinstance(callback, ModelCheckpoint) and callback.dirpath:
+                moved = _moved(state, state["dirpath"], str(callback.dirpath))
+                if Path(moved["best_model_path"]).is_file():
+                    checkpoint["callbacks"][callback.state_key] = moved
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers."""
@@ -198,6 +207,14 @@ class ResumeCheckpoint(Checkpoint):
 
 def _folder(trainer: Trainer) -> Path:
     return Path(trainer.default_root_dir) / FOLDER
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """A state in which paths of the folder `old` are those of `new`."""
+    if isinstance(value, dict):
+        return {_moved(key, old, new): _moved(one, old, new) for key, one in value.items()}
+    is_inside = isinstance(value, str) and Path(value).is_relative_to(old)
+    return str(new / Path(value).relative_to(old)) if is_inside else value
 
 
 def _set_aside(folder: Path, done: int) -> None:
