@@ -210,12 +210,27 @@ def test_a_reward_that_applies_nowhere_has_a_mean_of_nan_and_changes_nothing() -
         ([1.0, 1.0, math.inf], "reward 'mine' must return finite numbers; got inf on row row-3"),
         ([1.0, "1.0", 1.0], "reward 'mine' must return numbers; got '1.0', a str, on row row-2"),
         (1.0, "reward 'mine' must return a list with one value a sample; got 1.0, a float; return a list."),
+        (
+            {0: 1.0, 1: 1.0, 2: 1.0},
+            "reward 'mine' must return a list with one value a sample; got {0: 1.0, 1: 1.0, ",
+        ),
+        ({0.0, 1.0, 2.0}, "reward 'mine' must return a list with one value a sample; got {0.0, 1.0, 2.0}, a set; "),
     ],
 )
 def test_other_values_are_one_line_that_names_reward_and_row(values: object, message: str, asynchronous: bool) -> None:
     with pytest.raises(UserError) as raised:
         score([returns(values, asynchronous=asynchronous)], SAMPLES)
     assert str(raised.value).startswith(message) and "\n" not in str(raised.value)
+
+
+async def waits(completions: list[str]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_asynchronous_reward_in_a_plain_function_is_refused() -> None:
+    with pytest.raises(UserError, match="that of reward 'wrapped' returns a coroutine and is none; make the function"):
+        score(as_rewards({"wrapped": lambda completions, **_: waits(completions)}), SAMPLES)
 
 
 def picky(completions: list[str]) -> list[float]:
@@ -383,6 +398,7 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
         ("{file}:missing", "'.*' cannot be imported .*'missing'.*; correct the name"),
         ("{file}x.py:exact", "'.*' cannot be imported .no file .*x.py.; correct the name"),
         ("trl_rewards.number", "'trl_rewards.number' is a int; name a function"),
+        ("pathlib.Path", r"'pathlib.Path' is a class without name, weight and __call__\(self, samples\); derive it"),
     ],
 )
 def test_other_names_are_one_line(module: Path, name: str, found: str) -> None:

@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -266,7 +266,13 @@ def _checked_values(
     try:
         with _logged_if_slow(reward, len(samples)):
             answer = reward(samples) if started is None else started.result()
-            if not isinstance(answer, Iterable):
+            if inspect.iscoroutine(answer):
+                answer.close()
+                raise UserError(
+                    f"an asynchronous reward is an async def; that of reward {reward.name!r} returns a coroutine and "
+                    "is none; make the function itself async."
+                )
+            if not isinstance(answer, Iterable) or isinstance(answer, Mapping | Set):
                 raise UserError(
                     f"reward {reward.name!r} must return a list with one value a sample; got {answer!r:.40}, a "
                     f"{type(answer).__name__}; return a list."

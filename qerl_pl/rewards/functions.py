@@ -154,7 +154,12 @@ def load_function(name: str) -> Function:
         UserError: There is no such module, file or function, or it is no function.
     """
     function = load_named(name, _RULE, "choose one of qerl_pl.rewards, or name the function's module", "reward")
-    if not callable(function) or inspect.isclass(function):
+    if inspect.isclass(function):
+        raise UserError(
+            f"{_RULE}; {name!r} is a class without name, weight and __call__(self, samples); derive it from "
+            "qerl_pl.rewards.Reward"
+        )
+    if not callable(function):
         raise UserError(f"{_RULE}; {name!r} is a {type(function).__name__}; name a function")
     return function
 
