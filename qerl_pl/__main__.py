@@ -33,11 +33,12 @@ def _run() -> int:
     if (status := answered(sys.argv[1:])) is not None:
         return status
     gc.disable()  # imports make a million objects that stay; searching them for garbage takes a fifth of the time
+    from qerl_pl.cli.main import interrupt
     from qerl_pl.cli.main import main as run
 
     gc.freeze()  # nor are they searched later
     gc.enable()
-    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, interrupt if handler is signal.default_int_handler else handler)
     return run()
 
 

@@ -11,6 +11,7 @@ from pkgutil import resolve_name
 import pytest
 
 from qerl_pl import __main__ as program
+from qerl_pl.cli import main as main_module
 from qerl_pl.cli.main import main
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,7 @@ def test_the_handler_is_given_back_to_the_command_line(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "argv", ["qerl", "fit"])
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        assert program.main() == 7 and found == [signal.default_int_handler]
+        assert program.main() == 7 and found == [main_module.interrupt]
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -103,6 +104,23 @@ def test_ctrl_c_before_the_first_step_is_one_line(
     assert main([*words, "--data.path", "some/data", "--trainer.default_root_dir", str(tmp_path / "run")]) == 130
     error = capsys.readouterr().err
     assert error.splitlines()[-1] == "qerl: stopped by SIGINT; give the same command again" and "Traceback" not in error
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_an_error_that_an_extension_raises_at_ctrl_c_is_the_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def reads_a_tensor() -> None:
+        try:
+            interrupted()
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None  # as safetensors 0.8
+
+    monkeypatch.setattr("qerl_pl.cli.commands.list_configs", reads_a_tensor)
+    monkeypatch.setattr(main_module, "_interrupts", [])
+    signal.signal(signal.SIGINT, main_module.interrupt)
+    assert main(["configs"]) == 130
+    assert capsys.readouterr().err == "qerl: stopped by SIGINT; give the same command again\n"
 
 
 @pytest.mark.usefixtures("default_handler")

@@ -52,6 +52,11 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "class": ("--model.objective DAPOO", r"^qerl: model.objective does not take DAPOO; did you mean DAPO\?"),
     "class of a path": ("--model.objective qerl_pl.PPO", r"does not take qerl_pl.PPO \(.* no attribute 'PPO'\); "),
     "class of a file": ("--trainer.callbacks mine.py:Mine", "not take mine.py:Mine; name it by import path, mine.Mine"),
+    "class of another kind": ("--model.objective pathlib.Path", "objective does not take .*; derive it from Objective"),
+    "class without methods": (
+        "--rollout.engine pathlib.Path",
+        "take pathlib.Path; it is no RolloutEngine, whose methods it must have with the same arguments; see",
+    ),
     "class of no module": (
         "--data nowhere.Data",
         r"data does not take nowhere.Data \(No module named 'nowhere'\); corr",
@@ -130,6 +135,7 @@ FILES = {
     "fit: {model: 3}": "model is a mapping of keys; ",
     "# für": "is YAML in UTF-8, .*mine.yaml: 'utf-8' codec can't decode byte",
     "rollout: {group_size: 4}\nrollout: {sampling: {}}": "a key stands once .*, line 2 has rollout again; put ",
+    "noise: &a\n  stages: 3\n  decay: *a": "an alias stands outside .*, line 1 has an anchor with its own alias; write",
     "trainer:\n  callbacks:\n  - class_path: A\n    class_path: B": "line 4 has class_path again",
 }
 

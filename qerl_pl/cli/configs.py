@@ -73,19 +73,25 @@ def check_config(value: str) -> str | None:
     model = next((value for key, value in keys if key.value == "model"), None)
     if not isinstance(model, yaml.MappingNode | None):  # which would drop the keys of earlier files
         raise UserError(f"model is a mapping of keys; {path} has no keys below it; set some, or leave it out")
-    _check_node(root, path, model)
+    _check_node(root, path, model, ())
     named = [] if model is None else model.value
     return next((str(value.value) for key, value in named if key.value == "class_path"), None)
 
 
-def _check_node(node: yaml.Node, path: str, model: yaml.Node | None) -> None:
+def _check_node(node: yaml.Node, path: str, model: yaml.Node | None, above: tuple[yaml.Node, ...]) -> None:
     """Refuse a key that stands twice, of which YAML keeps the last, and an argument of a class beside `class_path`.
 
     Those of the module do stand beside it: they are the same without it, and in other files.
     """
+    if any(node is one for one in above):
+        raise UserError(
+            f"an alias stands outside of what it repeats; {path}, line {node.start_mark.line + 1} has an anchor with "
+            "its own alias; write the values out"
+        )
+    above = (*above, node)
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _check_node(item, path, model)
+            _check_node(item, path, model, above)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: set[str] = set()
@@ -103,7 +109,7 @@ def _check_node(node: yaml.Node, path: str, model: yaml.Node | None) -> None:
                 f"init_args: {{{name}: ...}}"
             )
         seen.add(name)
-        _check_node(value, path, model)
+        _check_node(value, path, model, above)
 
 
 def list_configs() -> None:

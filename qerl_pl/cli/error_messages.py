@@ -39,6 +39,11 @@ _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULT
 
 _OF_AN_ENTRY = re.compile(r"NestedArg\(key='([\w.]+)'")
 _EXPECTED = re.compile(r"Expected a <class '(int|float|bool)'>")
+_OTHER_CLASS = re.compile(r"Import path (?:\S+ )?does not (implement protocol|correspond to a subclass of) (\w+)")
+_OTHER_REMEDIES = {
+    "implement protocol": "it is no {}, whose methods it must have with the same arguments",
+    "correspond to a subclass of": "derive it from {}",
+}
 _KINDS = {"int": "give an integer", "float": "give a number", "bool": "give true or false"}
 
 
@@ -109,6 +114,8 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
         place = f"{above}.{entry[1]}"  # of a mapping, whose name is no key of jsonargparse's
     given = "null" if value[1] == "None" else re.sub(r"NestedArg\(key='([\w.]+)', val='?(.*?)'?\)", r"\1=\2", value[1])
     reason = f" ({cause})" if isinstance(cause, _IMPORTING) else ""
+    if other := _OTHER_CLASS.search(message):
+        return f"{place} does not take {given:.80}; {_OTHER_REMEDIES[other[1]].format(other[2])}"
     kinds = {*_EXPECTED.findall(message, message.rfind("Parser key"))}
     remedy = _KINDS[kinds.pop()] if len(kinds) == 1 else "correct it"
     if by_file := re.fullmatch(r"(?:.*/)?(\w+)\.py:(\w+)", given):

@@ -377,6 +377,16 @@ def _run_seed(seed: bool | int | None) -> int:
     return seed
 
 
+_interrupts: list[int] = []
+"""Signals that `interrupt` has handled."""
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, as Python does at SIGINT, and note it: an extension may raise its own error instead."""
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line.
 
@@ -423,10 +433,10 @@ def main(argv: list[str] | None = None) -> int:
     except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint
         return 128 + signal.SIGTERM
     except Exception as error:  # a user's class may raise anything
-        line = explain(error, argv, COMMAND_HELP)
+        line = "stopped by SIGINT; give the same command again" if _interrupts else explain(error, argv, COMMAND_HELP)
         if line is None or os.environ.get("QERL_DEBUG") == "1":
             raise
-        status, message = USAGE_ERROR, line
+        status, message = 128 + signal.SIGINT if _interrupts else USAGE_ERROR, line
     if is_first_process():
         with suppress(OSError):  # of a terminal that has gone
             print(f"qerl: {message}", file=sys.stderr)
