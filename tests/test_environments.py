@@ -1,8 +1,10 @@
 """Environments: what the contract takes and refuses, and the processes that run them."""
 
 import asyncio
+import functools
 import gc
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -10,7 +12,7 @@ import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from light_helpers import gone
 
 from qerl_pl.environments import EnvironmentPool, Opening, ToolAnswer
 from qerl_pl.environments.contract import load_factory, methods_of, row_arguments, takes_row
+from qerl_pl.environments.worker import Worker
 from qerl_pl.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -347,6 +350,47 @@ class ResetIsNoMethod:
         return ""
 
 
+class RewardIsNoMethod(NoHints):
+    reward = 1.0
+
+    @property
+    def get_reward(self) -> float:
+        return self.reward
+
+
+class StepIsNoMethod(RewardOfOne):
+    step = "walk"
+
+
+class CachedReward(NoTools):
+    @functools.cache  # noqa: B019
+    def get_reward(self) -> float:
+        return 1.0
+
+
+class OfTheClass(NoTools):
+    """Its methods need no instance."""
+
+    @classmethod
+    def get_reward(cls) -> float:
+        return 1.0
+
+    @classmethod
+    def double(cls, number: int) -> int:
+        """Double.
+
+        Args:
+            number: A number.
+        """
+        return 2 * number
+
+
+def test_methods_of_the_class_are_methods() -> None:
+    methods = methods_of(OfTheClass())
+    assert methods.get_reward is not None and methods.get_reward() == 1.0
+    assert list(methods.tools) == ["double"] and methods.tools["double"](4) == 8
+
+
 class NeedsPath(NoTools):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -366,6 +410,8 @@ class FailsToReset(Guess):
         return super().reset(secret)
 
     def get_reward(self) -> float:
+        if self.secret == 8:
+            time.sleep(100)
         return "much"  # type: ignore[return-value]
 
 
@@ -396,6 +442,10 @@ def two_rows(row: Any, other: Any) -> Any:
             RewardOfOne,
             r"takes no argument, or messages; environment RewardOfOne has get_reward\(answer: str\) -> ",
         ),
+        (RewardIsNoMethod, "are methods; environment RewardIsNoMethod's get_reward is a property; rename it"),
+        (CachedReward, "are methods; environment CachedReward's get_reward is a _lru_cache_wrapper; rename it"),
+        (dict, "dict does not take its init_args .*; correct them"),
+        (StepIsNoMethod, "are methods; environment StepIsNoMethod's step is a str; rename it"),
         (ResetIsNoMethod, r"has a method reset\(\*\*row\); environment ResetIsNoMethod has none"),
         (lambda: 3, r"has a method reset\(\*\*row\); environment int has none"),
     ],
@@ -449,7 +499,9 @@ def test_the_module_of_an_environment_may_fail(tmp_path: Path) -> None:
         pool.close()
 
 
-def test_reset_and_get_reward_must_not_fail(rows: EnvironmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_and_get_reward_must_not_fail(
+    rows: EnvironmentPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("qerl_pl.environments.pool.PATIENCE", (0, 0.0))
     for secret, message in enumerate((r"process ended \(exit status 4\)", "ended after its time limit of 3 s")):
         session = rows.open({"kind": "fails", "secret": secret})
@@ -461,6 +513,9 @@ def test_reset_and_get_reward_must_not_fail(rows: EnvironmentPool, monkeypatch: 
     session = rows.open({"kind": "fails", "other": 1})
     with pytest.raises(UserError, match="it needs secret, the row has kind, other; rename it, or give it a default"):
         session.opened.result()
+    session = rows.open({"kind": "fails", "secret": 8})
+    assert session.reward().result() is None  # it takes too long
+    assert "has no reward of its environment: get_reward: ended after its time limit of 3 s" in caplog.text
     session = rows.open({"kind": "fails", "secret": 9})
     with pytest.raises(UserError, match="must not fail in get_reward; .*:by_row: ValueError: could not convert"):
         session.reward().result()
@@ -471,6 +526,24 @@ def test_columns_that_reset_does_not_take_are_left_out() -> None:
     row = {"secret": 1, "x": 2}
     assert row_arguments(methods_of(Guess()).reset, row) == row
     assert row_arguments(methods_of(Echo()).reset, {"row_id": "a", "x": 2}) == {"row_id": "a"}
+
+
+class CountsMessages(Guess):
+    def get_reward(self, messages: Sequence[Any]) -> float:  # type: ignore[override]
+        return float(len(messages))
+
+
+class CountsGivenMessages(Guess):
+    def get_reward(self, messages: Sequence[Any] = ()) -> float:  # type: ignore[override]
+        return float(len(messages))
+
+
+@pytest.mark.parametrize("kind", [CountsMessages, CountsGivenMessages])
+def test_a_reward_that_takes_messages_gets_them(kind: type) -> None:
+    worker = Worker(kind, 100)
+    worker.start()
+    worker.answer_open(pickle.dumps({"secret": 1}), None)
+    assert worker.answer_reward([{"role": "assistant", "content": "1"}] * 3) == {"reward": 3.0}
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
@@ -521,6 +594,7 @@ def test_random_numbers_go_by_the_seed_and_not_by_the_worker(rows: EnvironmentPo
         for session in sessions:
             session.close()
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
+    assert len({opening.split()[1] for opening, _ in drawn[0]}) == 3  # of NumPy's
     expected = random.Random(1)
     assert [drawn[0][0][0].split()[0], drawn[0][0][1]] == [str(expected.random()), str(expected.random())]
 

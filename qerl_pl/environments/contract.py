@@ -76,7 +76,7 @@ def load_factory(factory: Factory) -> Callable[..., Any]:
         raise UserError(f"{_RULE}; {name!r} is a {type(loaded).__name__}; name a class or a function")
     try:
         inspect.signature(loaded).bind_partial(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # the latter of a builtin, which has no signature
         raise UserError(f"{_RULE}; {name_of(loaded)} does not take its init_args ({error}); correct them") from error
     made = partial(loaded, **arguments) if arguments else loaded
     missing = _required(made)
@@ -108,11 +108,11 @@ def methods_of(environment: Any) -> Methods:
     """
     kind = type(environment)
     name = f"environment {kind.__qualname__}"
-    functions = dict(inspect.getmembers(kind, predicate=inspect.isfunction))
+    functions = dict(inspect.getmembers(kind, lambda one: inspect.isfunction(one) or inspect.ismethod(one)))
     if "reset" not in functions:
         raise UserError(f"an environment has a method reset(**row); {name} has none; add one")
-    for method in ("reset", "step", "get_reward"):
-        if not callable(getattr(kind, method, _required)):
+    for method in ("step", "get_reward"):
+        if hasattr(kind, method) and method not in functions:
             kind_of_member = type(getattr(kind, method)).__name__
             raise UserError(
                 f"reset, step and get_reward are methods; {name}'s {method} is a {kind_of_member}; rename it"
@@ -190,10 +190,7 @@ def _schema(name: str, tool: Callable[..., Any]) -> Mapping[str, Any]:
 
 def _required(function: Callable[..., Any]) -> list[str]:
     """Names of the parameters without a default."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # a builtin
-        return []
+    parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
