@@ -24,12 +24,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from qerl_pl.chat.continuation import ChatContinuation
-from qerl_pl.chat.template import RENDERED_AT_ONCE, render_prompts
+from qerl_pl.chat.template import RENDERED_AT_ONCE, TemplateFrame, render_prompts
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import BigMathDataModule, Row, TableConfig, TableDataModule
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import row_digest
-from qerl_pl.toy.tokenizer import build_tokenizer
+from qerl_pl.toy.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from qerl_pl.types import Prompt
 
 ROWS = [{"question": f"How many are {n} ?", "answer": str(n), "level": "easy"} for n in range(20)]
@@ -174,8 +174,8 @@ def test_conversations_and_template_variables_are_rendered(tokenizer: str) -> No
     data.setup("fit")
     rendered = {prompt.id: prompt.token_ids for prompt in prompts_of(data, "train")}
     assert rendered == {"train-0": (1, 8, 2, 5, 4, 3), "train-1": (1, 6, 2, 4, 4, 3)}  # the last 4: no thinking
-    with pytest.raises(UserError, match="variables of the chat template, .* got tokenize, which"):
-        TableDataModule(rows, chat_template_kwargs={"tokenize": True})
+    with pytest.raises(UserError, match="variables of the chat template, .* got tokenize, tools, which"):
+        TableDataModule(rows, chat_template_kwargs={"tokenize": True, "tools": []})
 
 
 @pytest.mark.parametrize(
@@ -456,21 +456,41 @@ def test_text_that_is_rendered_already_is_taken_as_it_is(
     assert ("that of row train-0 the first, have control tokens" in caplog.text) == (name == "a question of tokens")
 
 
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        (" \n<|user|>How many?", True),
+        ("How many?<|assistant|>\n<think>", True),  # the line break behind it is not kept everywhere
+        ("<think> is which tag?", False),  # of the template, but no control token
+        ("<|pad|> is which token?", False),  # a control token, but not of the template
+    ],
+)
+def test_text_is_rendered_that_begins_or_ends_as_a_prompt_does(text: str, made: bool) -> None:
+    template = CHAT_TEMPLATE.replace("<|assistant|>{% endif %}", "<|assistant|>\n<think>\n{% endif %}")
+    assert TemplateFrame(build_tokenizer(template)).made(text) == made
+
+
 def test_an_environment_takes_no_rendered_text() -> None:
     continuation = ChatContinuation(build_tokenizer(), [2])
     with pytest.raises(UserError, match="got text that a chat template has rendered already, '<|bos|>"):
         continuation.prompt(BOS_TEXT, observation="3")
-    assert continuation.prompt("How many?") == continuation.prompt([{"role": "user", "content": "How many?"}])
+    messages = [{"role": "user", "content": "How many?"}]
+    assert continuation.prompt("How many?") == continuation.prompt(messages)
+    continuation.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="the chat template of .* leaves it out; give the rows a user's message"):
+        continuation.prompt([*messages, {"role": "system", "content": "Go."}], observation="3")
 
 
-def test_prompts_of_an_environment_have_the_instruction_of_others(tokenizer: str) -> None:
+def test_prompts_of_an_environment_have_tools_and_instruction_of_others(tokenizer: str) -> None:
     rows = [Row("a", "How many?"), Row("b", "Few?", messages=({"role": "user", "content": "Few?"},))]
     data, loaded = (
         TableDataModule([{"question": "How many?"}], instruction="Few."),
         AutoTokenizer.from_pretrained(tokenizer),
     )
+    loaded.chat_template = "{% if tools %}many {% endif %}" + loaded.chat_template
+    data.tools = [{}]
     prompts = [
-        [continuation.prompt(row.question if row.messages is None else row.messages) for row in rows]
+        [continuation.prompt(row.question if row.messages is None else row.messages, data.tools) for row in rows]
         for instruction in ("Few.", None)
         for continuation in [ChatContinuation(loaded, [2], None, data.system_prompt, instruction)]
     ]

@@ -105,7 +105,7 @@ class ChatContinuation:
         Raises:
             UserError: The chat template cannot go on after a turn.
         """
-        limit = None if max_tokens is None else max_tokens * CHARACTERS_PER_TOKEN
+        limit = None if max_tokens is None else max_tokens * CHARACTERS_PER_TOKEN + 1  # by one more `_text_ids` knows
         texts = [_encodable(str(answer["content"])[:limit]) for answer in answers]
         begin, end = self._marks(texts)
         marked = [{**answer, "content": begin + text + end} for answer, text in zip(answers, texts, strict=True)]
@@ -192,7 +192,7 @@ class ChatContinuation:
         ids = self._parts.after(before, first) + [token for piece in others for token in self._parts.alone(piece)]
         if not self._added.isdisjoint(ids):  # where normalization makes a control token of other characters
             ids = [token for character in text for token in self._parts.alone(character) if token not in self._added]
-        if max_tokens is not None and len(ids) > max_tokens:
+        if max_tokens is not None and (len(ids) > max_tokens or len(text) > max_tokens * CHARACTERS_PER_TOKEN):
             ids = ids[:max_tokens] + self._parts.alone(CUT)
         return ids
 

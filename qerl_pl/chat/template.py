@@ -20,7 +20,10 @@ RENDERED_AT_ONCE = 1000
 """Texts of a call of the tokenizer, whose own records of a token take far more memory than its number."""
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 """A template's call for the current date, which no argument replaces."""
-_OWN = ("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "return_dict", "tokenize")
+_OWN = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "return_assistant_tokens_mask",
+    "return_dict", "sanitize_control_tokens", "tokenize", "tools",
+)  # fmt: skip
 
 Chat = str | Sequence[Mapping[str, str]]
 """A user's message, or a conversation: messages with `role` and `content`."""
