@@ -125,6 +125,8 @@ def test_the_layout_begins_with_reward_and_draws_what_is_logged(run: tuple[Train
     first = ["reward", *held_out, "entropy", "KL from the reference"]
     assert [*charts][:8] == [*first, "clip fraction", "completion length"]
     assert [len(charts[title]) for title in first] == [1] * 6
+    for title, metric in zip(held_out, ("accuracy", "pass@1", "reward_mean"), strict=True):
+        assert re.match(charts[title][0], f"val/MATH-500/{metric}")  # of a set by name
     logged = events.Tags()["scalars"]
     unseen = {tag for tags in charts.values() for tag in tags if not any(re.match(tag, one) for one in logged)}
     assert unseen == {"memory/driver_gib$"}  # of a GPU
@@ -183,6 +185,8 @@ def test_the_closing_hint_names_each_logger(run: tuple[Trainer, Path, str]) -> N
     assert offline.parent == folder / "wandb" and list(offline.glob("*.wandb"))
     assert Path(csv_file).is_file() and csv_file.endswith("/metrics.csv")
     assert address_of(DummyLogger()) is None
+    spaced = address_of(TensorBoardLogger("my runs", name="", version=""))
+    assert spaced is not None and spaced.startswith("tensorboard --logdir 'my runs', then ")
 
 
 def test_the_loggers_of_the_page_are_accepted(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Hyperparameters and tables in TensorBoard and W&B, and the configuration in the run's folder."""
 
 import logging
+import shlex
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -137,8 +138,8 @@ def address_of(logger: Logger) -> str | None:
     """The command, URL or file that shows what was logged; None for an unknown logger."""
     if isinstance(logger, TensorBoardLogger):
         page = "http://localhost:6006/#custom_scalars&_smoothingWeight=0"
-        return f"tensorboard --logdir {Path(logger.log_dir).parent}, then {page}"
+        return f"tensorboard --logdir {shlex.quote(str(Path(logger.log_dir).parent))}, then {page}"
     if isinstance(logger, WandbLogger):
         run = logger.experiment
-        return f"wandb sync {run.sync_dir}" if run.offline else str(run.url)
+        return f"wandb sync {shlex.quote(run.sync_dir)}" if run.offline else str(run.url)
     return f"{logger.log_dir}/metrics.csv" if isinstance(logger, CSVLogger) else None

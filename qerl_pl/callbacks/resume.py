@@ -171,7 +171,8 @@ class ResumeCheckpoint(Checkpoint):
         if self._signal is None:
             self._signal, self._signalled = number, time.monotonic()
             name = signal.Signals(number).name
-            log.warning("%s: finishing this step, then saving; send it again to stop at once", name)
+            again = "Ctrl-C or SIGTERM after a second stops at once"
+            log.warning("%s: finishing this step, then saving; %s", name, again)
             return
         at_limit = (self._signal, number) == (signal.SIGUSR1, signal.SIGTERM)  # that SIGUSR1 has announced
         if number != signal.SIGHUP and not at_limit and time.monotonic() - self._signalled >= REPEATED_S:
