@@ -105,6 +105,35 @@ def test_a_reward_sees_question_reference_and_answer() -> None:
     assert shown == [(prompt.text, prompt.reference, text) for prompt, text in said]
 
 
+def test_a_token_that_ends_a_completion_is_no_part_of_its_text() -> None:
+    heard: list[str] = []
+
+    class Hearing(Even):
+        def __call__(self, samples: Any) -> list[float]:
+            heard.extend(sample.completion for sample in samples)
+            return super().__call__(samples)
+
+    class Special(Words):
+        """Has 4 as a special token."""
+
+        def batch_decode(self, rows: Any, skip_special_tokens: bool, **settings: Any) -> list[str]:
+            shown = [[token for token in row if token != 4 or not skip_special_tokens] for row in rows]
+            return super().batch_decode(shown, skip_special_tokens, **settings)
+
+    for ends in ((), (4,)):
+        words = Special()
+        collector = collector_of(Scripted(), words, rewards=[Hearing()])
+        collector.ends = ends
+        collector.collect(PROMPTS, 4, nobody)
+        trained = [*heard]
+        evaluator = evaluator_of(Scripted(), rewards=[Hearing()])
+        evaluator.tokenizer, evaluator.ends = words, ends  # type: ignore[assignment]
+        evaluator.evaluate(PROMPTS, Watched().weights(5))
+        for texts in (trained, heard[len(trained) :]):
+            assert any("4" in text for text in texts) == (ends == ())
+        heard.clear()
+
+
 def test_each_prompt_has_its_completions() -> None:
     one = Completion((1,), (-1.0,), "stop")
     with pytest.raises(ValueError, match="argument"):
@@ -350,8 +379,12 @@ def test_the_mean_of_a_reward_is_over_the_completions_that_it_applies_to() -> No
         def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
             return [1.0, *[None] * (len(samples) - 1)]
 
-    metrics = collector_of(Scripted(), rewards=[Some()]).collect(PROMPTS[:2], 4, nobody).metrics
-    assert metrics["reward/even"] == metrics["reward/mean"] == 1
+    found = collector_of(Scripted(), rewards=[Some()]).collect(PROMPTS[:2], 4, nobody)
+    assert found.metrics["reward/even"] == found.metrics["reward/mean"] == 1
+    assert [record.rewards for record in found.records] == [
+        {"even": 1.0, "total": 1.0},
+        *[{"even": None, "total": None}] * 7,
+    ]
 
 
 def test_the_overlong_penalty_takes_the_limit_of_sampling() -> None:

@@ -58,8 +58,9 @@ def test_an_answer_is_learned_behind_the_prompt_that_rollouts_have(tokenizer: Pr
     assert number.token_ids.tolist() == [*prompt, *answer, tokenizer.eos_token_id]
     assert number.trained.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1)
     assert texts(tokenizer, reason)[1] == "Because.<|eos|>"
-    (bare,) = conversations(tokenizer, rows[1], system_prompt=None)
-    assert texts(tokenizer, bare)[0] == "<|bos|><|user|>Why?<|assistant|>Because.<|eos|>"
+    for none in (None, ""):
+        (bare,) = conversations(tokenizer, rows[1], system_prompt=none)
+        assert texts(tokenizer, bare)[0] == "<|bos|><|user|>Why?<|assistant|>Because.<|eos|>"
 
 
 BLUE = {"prompt": "The sky is", "completion": " blue."}

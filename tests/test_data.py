@@ -452,11 +452,14 @@ def test_filters_that_leave_nothing(tmp_path: Path, filters: dict, rows: list[di
 def test_a_template_that_names_the_day_renders_the_same_on_every_day() -> None:
     tokenizer = build_tokenizer()
     own = "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    for template in (own + "{{ date_string }}", "{{ strftime_now('%d %b %Y') }}"):
+    for template in (own + "{{ date_string }}", "{{ date_string }}", "{{ strftime_now( '%d %b %Y' ) }}"):
         tokenizer.chat_template = template
         (ids,) = render_prompts(tokenizer, ["How many?"])
         assert ids == tokenizer("26 Jul 2024", add_special_tokens=False)["input_ids"]
         assert ids != tokenizer("27 Jul 2024", add_special_tokens=False)["input_ids"]
+    tokenizer.chat_template = own + "{{ date_string }}"
+    (ids,) = render_prompts(tokenizer, ["How many?"], template_kwargs={"date_string": "1 May 2025"})
+    assert tokenizer.decode(ids) == "1 May 2025"  # a user's own
 
 
 def test_templates_that_are_none_or_refuse_a_system_message(gsm8k: Path, tmp_path: Path) -> None:

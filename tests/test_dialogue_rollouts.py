@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,15 +25,16 @@ from qerl_pl.callbacks import EnvironmentConfig, RolloutCallback
 from qerl_pl.callbacks.completions import _row
 from qerl_pl.datamodules import GuessingDataModule
 from qerl_pl.engines import RolloutEngine, TransformersEngine, VLLMEngine
-from qerl_pl.environments.contract import ToolAnswer
+from qerl_pl.environments.contract import Opening, ToolAnswer
 from qerl_pl.errors import UserError
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig, SampleCache
 from qerl_pl.modules.qerl import QeRLModule
 from qerl_pl.rewards import EnvironmentReward, RewardFunction, RewardSample, with_environment_reward
 from qerl_pl.rollout.collector import Collector, CollectorConfig, pad_completions, pad_routing
 from qerl_pl.rollout.dialogue_sampler import DialogueJob, DialogueSampler, environment_row
-from qerl_pl.rollout.metrics import environment_metrics
+from qerl_pl.rollout.metrics import completion_metrics, environment_metrics
 from qerl_pl.rollout.scoring import Scorer, last_turn
+from qerl_pl.runtime.communicator import SINGLE_PROCESS
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.game import GuessingGame, GuessNumber
 from qerl_pl.types import (
@@ -186,7 +188,9 @@ def test_an_evaluation_plays_every_prompt_and_keeps_its_dialogues(tmp_path: Path
 def test_turns_and_environments_have_seeds_by_row_completion_and_turn() -> None:
     pool, engine = LocalPool(Game), Playing(7)
     jobs = [DialogueJob(prompt, sample) for prompt in PROMPTS for sample in (0, 3)]
-    sampler_of(pool).sample(engine, jobs, SAMPLING, 7, "rollout", 5)  # type: ignore[arg-type]
+    found = sampler_of(pool).sample(engine, jobs, SAMPLING, 7, "rollout", 5)  # type: ignore[arg-type]
+    facts = [completion.dialogue for completion in found if completion.dialogue is not None]
+    assert [one.tool_seconds for one in facts] == [0.5 * one.calls for one in facts] and len(facts) == len(jobs)
     seeds = {request.seeds[0] for request, _ in engine.log}
     assert len(seeds) == len(engine.log)
     turns = {stream_seed(7, "rollout", 5, prompt.id, s, t) for prompt in PROMPTS for s in (0, 3) for t in range(3)}
@@ -299,6 +303,8 @@ def test_tensors_and_rewards_of_a_dialogue_by_hand() -> None:
     tokenizer = tokenizer_of("toy")
     (group,) = Scorer([Seeing(2.0)]).score(tokenizer, [prompt], [[completion, plain]])
     assert group.rewards["environment"][0] == 0.75 and group.total[0] == 1.5 and group.total[1].isnan()
+    entropy = completion_metrics([group], SINGLE_PROCESS)["completions/sampler_entropy"]
+    assert entropy == pytest.approx((1 + 2 + 3 + 4 + 0.5 + 0.25) / 6)
     assert group.lengths == [4, 2] and seen[0].num_tokens == 4 and seen[0].token_ids == (5, 6, 7, 8)
     assert seen[0].completion == tokenizer.decode([7, 8]) and seen[0].dialogue == completion.dialogue.messages  # type: ignore[union-attr]
     function = RewardFunction(lambda completions: [len(messages) for messages in completions], name="messages")
@@ -331,13 +337,16 @@ def test_a_row_as_reset_takes_it() -> None:
     )
 
 
-EACH = "{% for m in messages %}<|user|>{{ m.content }}"
-REFUSES = EACH + "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}<|assistant|>"
-LEAVES_OUT = "{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+EACH, ASKS = "{% for m in messages %}<|user|>{{ m.content }}", "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+REFUSES = EACH + "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}" + ASKS
+LEAVES_OUT = "{% for m in messages if m.role == 'user' %}<|user|>{{ m.content }}{% endfor %}" + ASKS
+LAST_ALONE = EACH.replace("messages", "messages[:2] + messages[2:][-1:]") + "{% endfor %}" + ASKS
 ASKS_ONCE = EACH + "{% endfor %}{% if add_generation_prompt and messages|length < 2 %}<|assistant|>{% endif %}"
 
 
-@pytest.mark.parametrize(("template", "role"), [(REFUSES, "tool"), (LEAVES_OUT, "tool"), (ASKS_ONCE, "user")])
+@pytest.mark.parametrize(
+    ("template", "role"), [(REFUSES, "tool"), (LEAVES_OUT, "tool"), (LAST_ALONE, "tool"), (ASKS_ONCE, "user")]
+)
 def test_a_template_that_cannot_go_on_is_refused_at_the_start(template: str, role: str) -> None:
     sampler = sampler_of(LocalPool(Game))
     sampler.continuation.check(role)
@@ -349,6 +358,23 @@ def test_a_template_that_cannot_go_on_is_refused_at_the_start(template: str, rol
             sampler.continuation.check(role)
     finally:
         tokenizer.chat_template = kept
+
+
+def test_a_template_that_leaves_tools_out_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for tools, warnings in (("{{ tools }}", 0), ("", 1)):
+        sampler = sampler_of(LocalPool(Game))
+        tokenizer = sampler.continuation.tokenizer
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tokenizer, "chat_template", f"{tools}{tokenizer.chat_template}")
+            sampler.check(Opening(None, Game.tools, False))
+        assert caplog.text.count("does not mention tools: describe them in the system prompt") == warnings
+
+
+def test_environments_run_by_the_settings() -> None:
+    settings = {"tool_time_limit": 3.0, "workers": 5, "variables": ["GAME_KEY"]}
+    pool = EnvironmentConfig(factory="my_games.Guess", **settings).pool()  # type: ignore[arg-type]
+    assert pool is not None and pool.factory == "my_games.Guess"
+    assert {"tool_time_limit": pool.time_limit, "workers": pool.workers, "variables": pool.variables} == settings
 
 
 def test_a_dialogue_is_shown_with_what_trains_marked() -> None:
@@ -447,10 +473,13 @@ def test_a_long_observation_ends_its_dialogue_before_the_first_turn(caplog: pyte
 
     engine, pool = Playing(7), LocalPool(Wordy)
     jobs = [DialogueJob(prompt, 0) for prompt in PROMPTS]
-    found = sampler_of(pool, workers=2).sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    sampler = sampler_of(pool, workers=2)
+    found = sampler.sample(engine, jobs, SAMPLING, 7)  # type: ignore[arg-type]
+    sampler.sample(engine, jobs[:1], SAMPLING, 7)  # type: ignore[arg-type]
     said = ({"role": "assistant", "content": ""},)
     assert caplog.text.count("3 of 7 dialogues ended before their first turn") == 1
-    assert "tokens, more than data.max_prompt_tokens, 200" in caplog.text
+    (longest,) = re.findall(r"have up to (\d+) tokens, more than data.max_prompt_tokens, 200", caplog.text)
+    assert int(longest) > 300  # an observation of 300 words
     ended = Completion((), (), "length", (), (1, 2), DialogueFacts(0, 0, 0, 0.0, said, 0.0))
     assert found[1::2] == [ended] * 3 and not any(
         "even" in engine.tokenizer.decode(r.prompt_ids) for r, _ in engine.log

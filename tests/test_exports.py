@@ -19,16 +19,19 @@ import yaml
 from fit_helpers import configuration
 from peft import PeftModel
 from safetensors.torch import load_file
+from short_run import data, trainer_of
 from tiny_families import write_checkpoint, write_wrapped
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from qerl_pl.algorithm import GRPO
 from qerl_pl.cli.export import _check_multimodal, _Merged
 from qerl_pl.cli.main import main
 from qerl_pl.cli.model_card import gguf_line
 from qerl_pl.errors import UserError
 from qerl_pl.formats.dense_checkpoint import iterate_dense, write_dense_checkpoint
 from qerl_pl.formats.quantize import in_format
+from qerl_pl.modules import PolicyConfig, QeRLModule
 from qerl_pl.policy.adapter import read_adapter
 from qerl_pl.toy.tokenizer import CHAT_TEMPLATE, EOS
 from qerl_pl.types import PolicyWeights
@@ -71,14 +74,31 @@ def test_rounding_takes_small_changes_and_leaves_large_ones(
 
 
 def test_a_base_in_16_bits_and_an_adapter_of_zeros_have_no_such_share(tiny_policy_dir: Path) -> None:
-    name = "model.layers.0.self_attn.q_proj"
-    for quantization, factor in (("none", 1.0), ("nvfp4", 0.0)):
+    q_proj = "model.layers.0.self_attn.q_proj"
+    for quantization, factor, name in (("none", 1.0, q_proj), ("nvfp4", 0.0, q_proj), ("nvfp4", 1.0, "lm_head")):
         merged = _Merged(
             PolicyWeights(0, {name: (torch.ones(1, 128), torch.full((128, 1), factor))}, scaling=1.0),
             in_format(tiny_policy_dir, quantization),
         )
         merged(f"{name}.weight", torch.zeros(128, 128))
         assert merged.kept_by_rounding() is None
+
+
+def test_the_model_of_full_fine_tuning_is_written_as_it_trained_merged_or_not(
+    tiny_policy_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = PolicyConfig(path=str(tiny_policy_dir), quantization="none", dtype="float32", finetune="full")
+    module = QeRLModule(policy, GRPO(beta=0.0))
+    trainer_of(tmp_path / "run", limit_train_batches=1, limit_val_batches=0).fit(module, datamodule=data())
+    words = ["export", str(tmp_path / "run")]
+    for name, merge in (("plain", []), ("merged", ["--merge"])):
+        assert main([*words, str(tmp_path / name), *merge]) == 0
+        saved = load_file(tmp_path / name / "model.safetensors")
+        assert all(torch.equal(saved[key], tensor) for key, tensor in module.policy.trained_state().items())
+        said = capsys.readouterr().out
+        assert "wrote the complete model to " in said and "as GGUF: " in said and "rounded to" not in said
+    assert main([*words, str(tmp_path / "two"), "--multimodal", str(tiny_policy_dir)]) == 2
+    assert "renames an adapter's weights; got " in capsys.readouterr().err
 
 
 # A text model of a multimodal one -------------------------------------------------------------------------------------

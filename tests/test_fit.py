@@ -111,6 +111,8 @@ def test_validate_from_a_checkpoint_and_export(
     assert f"wrote the complete model to {tmp_path / 'merged'}; " in written
     assert f"as GGUF: {gguf_line(str(tmp_path / 'merged'))}\nrounded to NVFP4 again, they keep " in written
     assert written.count("as GGUF") == written.count("rounded to") == 1
+    kept, advice = re.findall("they keep (.*) of the adapter's change: (.*)", written)[0]
+    assert advice.startswith("quantizing them is fine" if float(kept) >= 0.9 else "serve them in 16 bits, or ")
     assert "; after 2 rollouts, from " in written and "step=2.ckpt" in written
     named = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert named == str(tiny_policy_dir) and format_of(base_of(tmp_path / "adapter")).name == "nvfp4"
@@ -121,6 +123,7 @@ def test_validate_from_a_checkpoint_and_export(
     assert json.loads((tmp_path / "merged" / "qerl_model.json").read_text()) == {"quantization": "none"}
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert "model.layers.0.self_attn.q_proj.weight" in merged and not any("packed" in name for name in merged)
+    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
 
 
 def test_evaluation_takes_the_newest_checkpoint_and_logs_where_the_runs_curve_has_it(

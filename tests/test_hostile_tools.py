@@ -122,7 +122,7 @@ def test_errors_are_one_line_and_the_dialogue_goes_on(
 ) -> None:
     session, answer = harmed(pool, neighbours, kind)
     assert answer.text.startswith(f"Error: {ERRORS[kind]}") and "\n" not in answer.text
-    assert answer.failed and not answer.done and len(answer.text) < 500
+    assert answer.failed and answer.raised and not answer.done and len(answer.text) < 500
     goes_on(session)
 
 
@@ -146,7 +146,7 @@ def test_a_dialogue_whose_process_ends_is_over(ending: dict[str, tuple[Session, 
         assert answer.text == TIMED_OUT and answer.seconds >= LIMIT_S
     else:
         assert answer.text.startswith(f"Error: the environment's process ended ({ENDS[kind]}")
-    assert answer.failed and answer.done
+    assert answer.failed and answer.done and answer.raised
     after = session.call("add", {"number": 5}).result()
     assert (after.text, after.failed, after.done) == (GONE, True, True)
     assert session.reward().result() is None
@@ -197,6 +197,7 @@ def test_wrong_calls_are_answered(pool: EnvironmentPool, name: str, arguments: d
     session = pool.open({"start": 0})
     answer = session.call(name, arguments).result()
     assert answer.text.startswith(f"Error: {text}") and answer.failed and len(answer.text) < 500
+    assert answer.raised == text.startswith(("TypeError", "RecursionError"))  # else what the policy wrote is wrong
     goes_on(session)
 
 

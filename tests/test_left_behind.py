@@ -145,6 +145,7 @@ def test_workers_get_no_secrets(pool: EnvironmentPool, monkeypatch: pytest.Monke
     assert not [name for name in SECRETS if name in text] and '"GAME_KEY": "s5"' in text and '"PATH"' in text
     for name, value in GIVEN.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     from qerl_pl.rewards.math_answer import MathPool  # imports PyTorch, which environments of this file need not
 
     grading = MathPool(1.0, 1.0, 1)
@@ -153,6 +154,7 @@ def test_workers_get_no_secrets(pool: EnvironmentPool, monkeypatch: pytest.Monke
     found = psutil.Process(grading.processes.server.pid).environ()
     grading.processes.close()
     assert not {*SECRETS, "GAME_KEY"} & found.keys() and found["HTTP_PROXY"] == GIVEN["HTTP_PROXY"]
+    assert found["PYTHONHASHSEED"] == "0"  # or sets of text would be iterated in another order in every run
     assert worker_variables(["HF_TOKEN", "NOT_SET"]).keys() - worker_variables().keys() == {"HF_TOKEN"}
 
 
@@ -396,6 +398,7 @@ def test_an_environment_of_all_rows_is_closed_at_its_end(tmp_path: Path) -> None
         (lambda: type("Hook", (Slots,), {"close": lambda self: None}), ["call"]),
         (lambda: Flags, ["call"]),
         (lambda: AsyncClose, ["call"]),
+        (lambda: Gate, ["call"]),
         (lambda: Door, ["close"]),
         (lambda: Lid, ["close"]),
     ],
@@ -416,6 +419,12 @@ class Door:
         Args:
             door: Which.
         """
+
+
+class Gate(Slots):
+    """Closes, and says so as in a file with `from __future__ import annotations`."""
+
+    def close(self) -> "None": ...
 
 
 class Lid:

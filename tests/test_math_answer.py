@@ -362,6 +362,8 @@ def test_hostile_answers_end_in_a_process_that_survives() -> None:
         assert reward(samples) == [1.0, *[0.0] * len(hostile), 1.0]
         first = pid(reward)
     assert pid(reward) == first
+    (worker,) = psutil.Process(first).children()
+    assert worker.rlimit(psutil.RLIMIT_DATA) == (4 * 2**30, 4 * 2**30)
 
 
 def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:

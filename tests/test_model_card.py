@@ -135,6 +135,7 @@ def test_merged_weights_are_a_model_of_transformers(run: Path, tmp_path: Path) -
     assert (card.data.library_name, card.data.base_model) == ("transformers", BASE)
     assert card.data.to_dict()["base_model_relation"] == "finetune"
     assert "The model, with the adapter merged in, after 2 rollouts" in card.text and "## Evaluation" in card.text
+    assert "vllm serve model\n" in card.text
     assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template
 
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from fit_helpers import configuration
+from lightning.pytorch.loggers import TensorBoardLogger
 from plain_ops import to_marlin
 from qerl_kernels import MarlinRows
 from qerl_kernels.reference import NVFP4Tensor
 from safetensors.torch import load_file
-from short_run import data, trainer_of
+from short_run import data, module_of, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoConfig
 
@@ -120,4 +121,15 @@ def test_a_run_logs_each_steps_memory(base: Path, tmp_path: Path, monkeypatch: p
         values = [event.value * GIB for event in events.Scalars(f"memory/{name}_gib")]
         assert values == pytest.approx([size_, size_], rel=1e-6), name
     assert "memory/driver_gib" not in events.Tags()["scalars"]
-    assert [event.value > 0 for event in events.Scalars("memory/peak_gib")] == [True, True]
+    assert [event.value > 0.1 for event in events.Scalars("memory/peak_gib")] == [True, True]  # PyTorch alone has more
+
+
+def test_every_logger_has_the_accuracy_before_training_and_no_later_one_there(
+    tiny_policy_dir: Path, tmp_path: Path
+) -> None:
+    loggers = [TensorBoardLogger(tmp_path, name) for name in ("first", "second")]
+    settings = {"limit_train_batches": 2, "num_sanity_val_steps": -1}
+    trainer_of(tmp_path, Monitor(), logger=loggers, **settings).fit(module_of(tiny_policy_dir), datamodule=data())
+    for logger in loggers:
+        events = EventAccumulator(logger.log_dir).Reload()
+        assert [event.step for event in events.Scalars("val/accuracy")] == [-1, 1]

@@ -192,11 +192,21 @@ def no_last_norm(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     del tensors["model.norm.weight"]
 
 
+def another_bias(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    tensors["model.layers.0.self_attn.o_proj.bias"] = torch.ones(128)
+
+
+def no_output_layer(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["tie_word_embeddings"] = False
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (unequal_scales, "share one global scale; got .*k_proj"),
         (no_last_norm, "lacks .*model.norm.weight"),
+        (another_bias, "and has .*o_proj.bias.* besides"),
+        (no_output_layer, "lacks .*lm_head.weight"),
     ],
 )
 def test_refuses_a_folder_that_engine_and_trainer_would_read_differently(

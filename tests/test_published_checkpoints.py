@@ -502,6 +502,17 @@ def test_a_4_bit_lm_head_of_another_format_is_refused(tmp_path: Path) -> None:
             start()
 
 
+def test_an_lm_head_in_nf4_is_refused(tmp_path: Path) -> None:
+    source = write_checkpoint("qwen3", tmp_path / "source", {"tie_word_embeddings": False})
+    quantize_checkpoint(source, tmp_path / "model", "nf4")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    query = "model.layers.0.self_attn.q_proj"
+    head = {name.replace(query, "lm_head"): stored[name].clone() for name in stored if name.startswith(query)}
+    save_file(stored | head, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UserError, match="lm_head must be in 16 bits; .*model has it in NF4: quantize"):
+        policy_of(tmp_path / "model")
+
+
 @pytest.mark.parametrize(("writer", "nested"), [("ModelOpt", False), ("llm-compressor", True)])
 def test_a_published_model_of_text_and_images_is_taken_out_by_quantize(
     tmp_path: Path, writer: str, nested: bool

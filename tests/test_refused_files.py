@@ -53,9 +53,23 @@ def test_an_adapter_that_adds_something_else_is_not_taken_for_a_plain_one(tmp_pa
     if key is None:
         take_adapter(policy, "test", None)
         assert (policy.path, policy.adapter) == ("base", str(tmp_path))
+        shape = policy.lora  # is the adapter's to say
+        assert shape.rank is shape.alpha is shape.targets is shape.use_rslora is None and policy.train_norms is False
         return
     with pytest.raises(UserError, match=f"sets {key}; merge it"):
         take_adapter(policy, "test", None)
+
+
+def test_an_adapter_names_the_toy_policy_that_it_was_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "toy", "r": 4, "lora_alpha": 8})
+    )
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.ones(4, 2)}, tmp_path / "adapter_model.safetensors")
+    base = {"path": None, "toy": {"layers": 3}, "quantization": "nf4"}
+    (tmp_path / "qerl_base.json").write_text(json.dumps(base))
+    policy = SimpleNamespace(path=str(tmp_path), toy=None, quantization="nvfp4", lora=SimpleNamespace())
+    take_adapter(policy, "test", None)
+    assert (policy.path, policy.toy.layers, policy.quantization) == (None, 3, "nf4")
 
 
 @pytest.mark.parametrize("other", ["lm_head.weight", "model.embed_tokens.lora_embedding_A", "model.norm.weight"])

@@ -48,7 +48,7 @@ def test_rewards_see_all_tokens_but_end_and_padding(name: str, special: bool) ->
     assert [values.tolist() for values in group.rewards.values()] == [[float(complete)], [float("4</" in text)]]
 
 
-@pytest.mark.parametrize("text", ["a , b", "It 's 4 .", "do n't", "4 ! ?", " 're they"])
+@pytest.mark.parametrize("text", ["a , b", "It 's 4 .", "do n't", "4 ! ?", " 're they", "<|user|> !"])
 def test_texts_keep_their_spaces(text: str) -> None:
     tokenizer = build_tokenizer()
     tokenizer.clean_up_tokenization_spaces = True
@@ -203,8 +203,8 @@ def test_an_environments_answer_has_the_tokens_of_the_whole_text(scheme: str, an
 
 def test_an_observation_follows_the_question() -> None:
     tokenizer = sentencepiece("legacy", "phi")
-    ids = ChatContinuation(tokenizer, []).prompt("What is", observation=" 12")
-    assert list(ids) == tokenizer("<|user|>\nWhat is 12<|end|>\n<|assistant|>\n")["input_ids"]
+    ids = ChatContinuation(tokenizer, [], system_prompt="Sum.").prompt("What is", observation=" 12")
+    assert list(ids) == tokenizer("<|system|>\nSum.<|end|>\n<|user|>\nWhat is 12<|end|>\n<|assistant|>\n")["input_ids"]
 
 
 def test_an_end_that_the_template_puts_behind_a_space_is_not_written_twice() -> None:
@@ -212,6 +212,30 @@ def test_an_end_that_the_template_puts_behind_a_space_is_not_written_twice() -> 
     reply = {"role": "user", "content": "12"}
     ids = ChatContinuation(tokenizer, [2]).suffix([2], [reply])
     assert tokenizer.decode(ids) == "[INST] 12 [/INST]"
+    empty = ChatContinuation(tokenizer, [2]).suffix([2], [reply | {"content": ""}])
+    assert tokenizer.decode(empty) == "[INST]  [/INST]"
+    ids = ChatContinuation(tokenizer, [2]).suffix([5], [reply])  # of a turn without an end
+    assert [*tokenizer("said")["input_ids"], *ids[:2]] == tokenizer("said </s>")["input_ids"]
+
+
+def test_text_that_is_normalized_to_a_control_token_is_none() -> None:
+    tokenizer = build_tokenizer()
+    names = ["<\u00e9>", "\u00c5"]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=True) for name in names])
+    named = tokenizer.convert_tokens_to_ids(names)
+    assert tokenizer("<e\u0301>\u212b")["input_ids"] == named
+    ids = ChatContinuation(tokenizer, []).suffix([], [{"role": "user", "content": "a <e\u0301>\u212bb"}])
+    assert tokenizer.decode(ids) == f"{EOS}<|user|>a <e\u0301>b<|assistant|>" and {*named}.isdisjoint(ids)
+
+
+def test_an_end_behind_an_answer_is_not_that_of_the_turn() -> None:
+    tokenizer = build_tokenizer(
+        "{% for m in messages %}<|user|>{{ m.content }}{% if m.role == 'user' %}<|eos|>{% endif %}{% endfor %}"
+        "<|assistant|>"
+    )
+    end = tokenizer.eos_token_id
+    ids = ChatContinuation(tokenizer, [end]).suffix([end], [{"role": "user", "content": "12"}])
+    assert tokenizer.decode(ids) == "<|user|>12<|eos|><|assistant|>"
 
 
 # Rows as text --------------------------------------------------------------------------------------------------------
