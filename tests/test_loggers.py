@@ -185,7 +185,7 @@ def test_the_closing_hint_names_each_logger(run: tuple[Trainer, Path, str]) -> N
     assert offline.parent == folder / "wandb" and list(offline.glob("*.wandb"))
     assert Path(csv_file).is_file() and csv_file.endswith("/metrics.csv")
     assert address_of(DummyLogger()) is None
-    spaced = address_of(TensorBoardLogger("my runs", name="", version=""))
+    spaced = address_of(TensorBoardLogger("my runs/first", name="", version=""))
     assert spaced is not None and spaced.startswith("tensorboard --logdir 'my runs', then ")
 
 
