@@ -377,6 +377,7 @@ def _run_seed(seed: bool | int | None) -> int:
     return seed
 
 
+INTERRUPTED = 128 + signal.SIGINT, "stopped by SIGINT; give the same command again"
 _interrupts: list[int] = []
 """Signals that `interrupt` has handled."""
 
@@ -429,14 +430,14 @@ def main(argv: list[str] | None = None) -> int:
     except (KeyboardInterrupt, SystemExit) as end:  # Lightning exits with status 1 on a KeyboardInterrupt
         if isinstance(end, SystemExit) and not isinstance(end.__context__, KeyboardInterrupt):
             raise
-        status, message = 128 + signal.SIGINT, "stopped by SIGINT; give the same command again"
+        status, message = INTERRUPTED
     except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint
         return 128 + signal.SIGTERM
     except Exception as error:  # a user's class may raise anything
-        line = "stopped by SIGINT; give the same command again" if _interrupts else explain(error, argv, COMMAND_HELP)
+        status, line = INTERRUPTED if _interrupts else (USAGE_ERROR, explain(error, argv, COMMAND_HELP))
         if line is None or os.environ.get("QERL_DEBUG") == "1":
             raise
-        status, message = 128 + signal.SIGINT if _interrupts else USAGE_ERROR, line
+        message = line
     if is_first_process():
         with suppress(OSError):  # of a terminal that has gone
             print(f"qerl: {message}", file=sys.stderr)
