@@ -379,9 +379,9 @@ def test_the_mean_of_a_reward_is_over_the_completions_that_it_applies_to() -> No
         def __call__(self, samples: Any) -> list[float | None]:  # type: ignore[override]
             return [1.0, *[None] * (len(samples) - 1)]
 
-    found = collector_of(Scripted(), rewards=[Some()]).collect(PROMPTS[:2], 4, nobody)
-    assert found.metrics["reward/even"] == found.metrics["reward/mean"] == 1
-    assert [record.rewards for record in found.records] == [
+    collected = collector_of(Scripted(), rewards=[Some()]).collect(PROMPTS[:2], 4, nobody)
+    assert collected.metrics["reward/even"] == collected.metrics["reward/mean"] == 1
+    assert [record.rewards for record in collected.records] == [
         {"even": 1.0, "total": 1.0},
         *[{"even": None, "total": None}] * 7,
     ]

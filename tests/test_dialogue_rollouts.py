@@ -188,9 +188,10 @@ def test_an_evaluation_plays_every_prompt_and_keeps_its_dialogues(tmp_path: Path
 def test_turns_and_environments_have_seeds_by_row_completion_and_turn() -> None:
     pool, engine = LocalPool(Game), Playing(7)
     jobs = [DialogueJob(prompt, sample) for prompt in PROMPTS for sample in (0, 3)]
-    found = sampler_of(pool).sample(engine, jobs, SAMPLING, 7, "rollout", 5)  # type: ignore[arg-type]
-    facts = [completion.dialogue for completion in found if completion.dialogue is not None]
-    assert [one.tool_seconds for one in facts] == [0.5 * one.calls for one in facts] and len(facts) == len(jobs)
+    completions = sampler_of(pool).sample(engine, jobs, SAMPLING, 7, "rollout", 5)  # type: ignore[arg-type]
+    dialogues = [completion.dialogue for completion in completions if completion.dialogue is not None]
+    assert [one.tool_seconds for one in dialogues] == [0.5 * one.calls for one in dialogues]
+    assert len(dialogues) == len(jobs)
     seeds = {request.seeds[0] for request, _ in engine.log}
     assert len(seeds) == len(engine.log)
     turns = {stream_seed(7, "rollout", 5, prompt.id, s, t) for prompt in PROMPTS for s in (0, 3) for t in range(3)}
