@@ -54,10 +54,14 @@ def require_one_of(choices: Sequence[str], name: str, value: object) -> None:
 
 
 class Preempted(Exception):
-    """SIGTERM, SIGINT, SIGHUP or SLURM's SIGUSR1 stopped the run, after its state was saved in `checkpoint`."""
+    """SIGTERM, SIGINT, SIGHUP or SLURM's SIGUSR1 stopped the run, after its state was saved in `checkpoint`.
 
-    def __init__(self, signal_number: int, checkpoint: Path) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}; state saved in {checkpoint}")
+    Before the first step of a process nothing is saved, and `checkpoint` is None.
+    """
+
+    def __init__(self, signal_number: int, checkpoint: Path | None) -> None:
+        saved = "before a step" if checkpoint is None else f"state saved in {checkpoint}"
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; {saved}")
         self.signal_number = signal_number
         self.checkpoint = checkpoint
 

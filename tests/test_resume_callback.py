@@ -311,12 +311,13 @@ def test_a_step_is_saved_where_no_validation_follows(tmp_path: Path, settings: d
     assert saved(tmp_path) == {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"}
 
 
-def test_a_stop_in_the_first_look_at_the_validation_waits_for_a_step(tmp_path: Path) -> None:
+def test_a_stop_in_the_validation_before_training_waits_for_no_step(tmp_path: Path) -> None:
     module = Tiny({VALIDATED: signal.SIGTERM})
     settings = {"limit_val_batches": 2, "val_check_interval": 3, "num_sanity_val_steps": 1}
-    with pytest.raises(Preempted):
+    with pytest.raises(Preempted, match="^stopped by SIGTERM; before a step$") as stopped:
         trainer_of(tmp_path, ResumeCheckpoint(), **settings).fit(module)
-    assert module.events == [VALIDATED, 0] and saved(tmp_path) == {"step=1.ckpt"}
+    assert stopped.value.checkpoint is None
+    assert module.events == [VALIDATED] and saved(tmp_path) == set()
 
 
 def test_nothing_is_saved_but_by_training_in_earnest(tmp_path: Path) -> None:

@@ -31,9 +31,9 @@ class ResumeCheckpoint(Checkpoint):
 
     Each has the state at the end of a step and of the step's validation, and is saved when Lightning has logged both,
     before the next step: a run killed in a validation resumes before the step and repeats both. On SIGTERM, SIGINT or
-    SIGHUP the current step is finished and saved, and the run ends with `Preempted`; a second SIGTERM or SIGINT, a
-    second or more after the first, ends it at once. In a job of SLURM, SIGUSR1 (`--signal=USR1@300`) is SIGTERM, after
-    which the job is requeued.
+    SIGHUP the current step, or the validation before the first step, is finished, the last step is saved, and the run
+    ends with `Preempted`; a second SIGTERM or SIGINT, a second or more after the first, ends it at once. In a job of
+    SLURM, SIGUSR1 (`--signal=USR1@300`) is SIGTERM, after which the job is requeued.
 
     If a UserError ends a rollout, such as that of a reward, the state before the rollout is saved, and the error has a
     note that says so. Several ranks save nothing then: only the ranks that fail know of it.
@@ -69,7 +69,7 @@ class ResumeCheckpoint(Checkpoint):
 
         Lightning (2.6) counts the step again that a validation followed, as which it takes up a checkpoint of the end.
         """
-        if trainer.fit_loop.batch_idx > 0:  # or it is saved with the end of the epoch
+        if trainer.fit_loop.batch_idx > 0 or not self._step_end:  # or it is saved with the end of the epoch
             self._save_if_due(trainer)
         trainer.fit_loop.epoch_loop.on_load_checkpoint({"_batches_that_stepped": trainer.fit_loop.total_batch_idx})
 
@@ -79,14 +79,12 @@ class ResumeCheckpoint(Checkpoint):
             self._save_if_due(trainer)
 
     def _save_if_due(self, trainer: Trainer, *_: Any) -> None:
-        """Save at an interval's end or a signal, which waits for the run's first step, and stop at a signal."""
-        if not self._step_end:
-            return
-        stop = self._stop_signal(trainer)
-        if stop or self._step_end["rollouts"] % self.every_n_rollouts == 0:
+        """Save at an interval's end or a signal, and stop at a signal."""
+        stop, path = self._stop_signal(trainer), None
+        if self._step_end and (stop or self._step_end["rollouts"] % self.every_n_rollouts == 0):
             path = self._save(trainer)
-            if stop:
-                raise Preempted(stop, path)
+        if stop:
+            raise Preempted(stop, path)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Name the files of a moved or copied run by where they are now, or ModelCheckpoint forgets its best score."""
@@ -172,7 +170,7 @@ class ResumeCheckpoint(Checkpoint):
             self._signal, self._signalled = number, time.monotonic()
             name = signal.Signals(number).name
             again = "Ctrl-C or SIGTERM after a second stops at once"
-            log.warning("%s: finishing this step, then saving; %s", name, again)
+            log.warning("%s: finishing this step or validation, then saving; %s", name, again)
             return
         at_limit = (self._signal, number) == (signal.SIGUSR1, signal.SIGTERM)  # that SIGUSR1 has announced
         if number != signal.SIGHUP and not at_limit and time.monotonic() - self._signalled >= REPEATED_S:
