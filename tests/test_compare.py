@@ -1,6 +1,7 @@
 """`qerl compare` by hand-worked differences, and `qerl completions`, whose page is parsed."""
 
 import json
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,13 @@ def test_completions_come_back_as_they_are(tmp_path: Path, text: str) -> None:
     assert json.loads(page.data)["records"] == records
     assert page.elements.count("script") == 2 and "img" not in page.elements  # the data and the program
     assert {"search", "from", "to", "least", "most", "tokens", "kind", "order", "list", "more"} <= page.ids
+
+
+def test_numbers_that_a_browser_does_not_read_are_text(tmp_path: Path) -> None:
+    extra = {"reference_length": [math.nan, -math.inf, 1.5]}
+    assert answered(["completions", str(written(tmp_path, [record(0, "8", extra=extra)]))]) == 0
+    data = json.loads(Page((tmp_path / "completions.html").read_text()).data, parse_constant=pytest.fail)
+    assert data["records"] == [record(0, "8", extra={"reference_length": ["NaN", "-Infinity", 1.5]})]
 
 
 def test_the_program_of_the_page_writes_text_alone_and_loads_nothing() -> None:

@@ -155,7 +155,7 @@ NEAREST = {
 
 @pytest.mark.parametrize("key", NEAREST)
 def test_an_unknown_key_is_answered_with_the_nearest(key: str) -> None:
-    line = explain(ArgumentError(None, f"unrecognized arguments: --{key} 1"), ["fit"], COMMAND_HELP)
+    line = explain(ArgumentError(None, f"unrecognized arguments: --{key} 1"), ["fit"])
     meant = f" did you mean {NEAREST[key]}?;" if NEAREST[key] else ""
     assert line == f"there is no key {key};{meant} see qerl fit --help"
 
@@ -196,7 +196,7 @@ def test_a_file_of_python_that_does_not_parse_is_named(tmp_path: Path, case: str
         load_named(f"{path}:reward", "rule", "remedy", "reward")
     wrapped = ArgumentError(None, 'Parser key "data":\n  Given value: mine.Data')
     wrapped.__cause__ = SyntaxError("expected ':'", ("mine.py", 1, 4, "class Data"))
-    line = explain(wrapped, ["fit"], COMMAND_HELP)
+    line = explain(wrapped, ["fit"])
     assert line == "data does not take mine.Data (expected ':' (mine.py, line 1)); correct it; see qerl fit --help"
 
 

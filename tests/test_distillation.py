@@ -181,6 +181,24 @@ def test_log_probabilities_are_those_of_transformers(
     assert found.dtype == torch.float32 and not found.requires_grad
 
 
+def test_weights_go_back_where_the_device_has_no_memory_for_all(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher = Teacher(TeacherConfig(), base / "dense", torch.float32, CPU)
+    held, to = [parameter.data_ptr() for parameter in teacher._model.parameters()], Tensor.to
+    moved: list[int] = []
+
+    def short_of_memory(tensor: Tensor, *args: Any) -> Tensor:
+        moved.append(tensor.data_ptr())
+        if len(moved) == 3:
+            raise torch.OutOfMemoryError
+        return to(tensor, *args).clone()
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(Tensor, "to", short_of_memory)
+        with teacher._on_device():
+            raise AssertionError("two of the weights are on the device")
+    assert moved == held[:3] and [parameter.data_ptr() for parameter in teacher._model.parameters()] == held
+
+
 def test_settings_from_python_are_checked_too() -> None:
     with pytest.raises(UserError, match="model.teacher.dtype must be one of float32, bfloat16; got 'float16'"):
         TeacherConfig(dtype="float16")  # type: ignore[arg-type]

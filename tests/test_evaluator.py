@@ -149,3 +149,15 @@ def test_held_out_prompts_are_not_graded_where_the_policy_diverged(error: float,
     engine.error = error
     with pytest.raises(UserError, match=r"must be finite; at policy version 0 Counting gave -?(nan|inf) at token 1 of"):
         evaluate(engine, **settings)
+
+
+def test_the_sample_whose_log_probability_is_not_finite_is_named() -> None:
+    class Diverges(Counting):
+        def generate(self, requests: Sequence[RolloutRequest], sampling: SamplingConfig) -> Any:
+            groups = super().generate(requests, sampling)
+            if sampling.temperature:
+                groups[1][2] = replace(groups[1][2], logprobs=(math.nan, *groups[1][2].logprobs[1:]))
+            return groups
+
+    with pytest.raises(UserError, match=f"at token 1 of . of completion 3 of prompt {PROMPTS[1].id};"):
+        evaluate(Diverges())

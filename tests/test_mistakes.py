@@ -150,10 +150,10 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str) -> 
 
 
 def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
-    line = explain(PermissionError(13, "Permission denied", "model/config.json"), ["fit"], ["fit"])
+    line = explain(PermissionError(13, "Permission denied", "model/config.json"), ["fit"])
     assert line is not None and "model/config.json: Permission denied" in line
-    assert explain(FileNotFoundError(2, "No such file or directory", "model/config.json"), ["fit"], ["fit"]) is None
-    assert explain(OSError(5, "Input/output error"), ["fit"], ["fit"]) is None
+    assert explain(FileNotFoundError(2, "No such file or directory", "model/config.json"), ["fit"]) is None
+    assert explain(OSError(5, "Input/output error"), ["fit"]) is None
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ def test_only_what_a_file_system_refuses_is_a_users_file() -> None:
 )
 def test_a_full_gpu_is_told_in_one_line(error: Exception, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**36))
-    line = explain(error, ["fit"], ["fit"])
+    line = explain(error, ["fit"])
     assert line and "GPU does not have" in line and found in line and line.endswith("--resume auto") and len(line) < 360
-    assert explain(RuntimeError("CUDA error: an illegal memory access was encountered"), ["fit"], ["fit"]) is None
+    assert explain(RuntimeError("CUDA error: an illegal memory access was encountered"), ["fit"]) is None
 
 
 def test_a_product_that_fails_with_memory_left_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_product_that_fails_with_memory_left_keeps_its_traceback(monkeypatch: 
     error = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
     for answer in (lambda: (2**35, 2**36), dead):
         monkeypatch.setattr(torch.cuda, "mem_get_info", answer)
-        assert explain(error, ["fit"], ["fit"]) is None
+        assert explain(error, ["fit"]) is None
 
 
 # A constructor, which the parser calls, and a function of the command line.

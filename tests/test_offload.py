@@ -1,7 +1,9 @@
 """Activation offload: the bits of checkpointing, layer inputs on the CPU, blocks used again, fetched ahead."""
 
+import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,6 +73,15 @@ def test_a_copy_is_not_its_source_and_the_one_before_it_is_fetched_ahead(monkeyp
     assert blocks.count == 4 and not blocks._free
     del one, two
     assert len(blocks._free) == 4
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_copy_that_finds_no_memory_says_so_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = PinnedBlocks(torch.device("cpu"))
+    monkeypatch.setattr(blocks, "take", Mock(side_effect=RuntimeError("CUDA error: out of memory")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        OffloadedTensor(torch.zeros(1, 3, 8), blocks, None)
+    gc.collect()
 
 
 def test_what_is_no_layer_input_stays_where_it_is() -> None:

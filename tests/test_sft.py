@@ -25,6 +25,7 @@ from tiny_run import quiet_trainer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from qerl_pl.callbacks import AdaptiveQuantizationNoise, CompletionLog, Monitor, RunSummary
 from qerl_pl.cli.main import main
 from qerl_pl.datamodules import ArithmeticDataModule, ConversationDataModule
 from qerl_pl.datamodules.conversations import ConversationBatch
@@ -146,8 +147,12 @@ def test_validation_measures_every_held_out_token(tiny_policy_dir: Path, tmp_pat
 def test_what_does_not_fit_sft_is_refused(tiny_policy_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs a ConversationDataModule; got ArithmeticDataModule"):
         trainer_of(tmp_path).fit(module_of(tiny_policy_dir), datamodule=ArithmeticDataModule(train_size=8, val_size=2))
-    with pytest.raises(UserError, match="RolloutCallback drives a QeRLModule; got a SFTModule"):
+    with pytest.raises(UserError, match="RolloutCallback needs a QeRLModule; got a SFTModule"):
         trainer_of(tmp_path, rollout_of()).fit(module_of(tiny_policy_dir), datamodule=data_of())
+    for callback in (AdaptiveQuantizationNoise(), CompletionLog(), Monitor(), RunSummary()):
+        message = f"^{type(callback).__name__} needs a QeRLModule; got a SFTModule; train that, or leave it out$"
+        with pytest.raises(UserError, match=message):
+            trainer_of(tmp_path, callback).fit(module_of(tiny_policy_dir), datamodule=data_of())
     with pytest.raises(UserError, match="must fit the model's 4096 positions; got data.max_length 5000; lower it"):
         trainer_of(tmp_path).fit(module_of(tiny_policy_dir), datamodule=data_of(max_length=5000))
     with pytest.raises(UserError, match="the policy sets its own precision; trainer.precision is bf16-true"):

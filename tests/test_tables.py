@@ -117,6 +117,12 @@ def test_a_csv_file_of_pandas_has_a_column_without_a_name(tmp_path: Path) -> Non
     assert [(row.question, row.reference) for row in rows] == [("a", "b"), ("c", "d")]
 
 
+def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "twice.csv").write_text("question, answer,answer\n1,2,3\n")
+    with pytest.raises(UserError, match="columns must have different names; .*twice.csv has answer twice; rename one"):
+        TableDataModule(str(tmp_path / "twice.csv")).train_rows()
+
+
 def test_pairs_of_surrogates_are_read(tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text(r'{"question": "\ud83d\ude00 \\ud83d", "answer": "a"}')
     assert TableDataModule(str(tmp_path / "pairs.jsonl")).train_rows()[0].question == "\U0001f600 \\ud83d"

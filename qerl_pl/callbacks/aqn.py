@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.algorithm.noise import NoiseSchedule, NormNoise, rms
 from qerl_pl.errors import UserError
-from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.modules.qerl import QeRLModule, require_qerl_module
 from qerl_pl.types import PromptBatch
 
 log = logging.getLogger(__name__)
@@ -59,8 +59,7 @@ class AdaptiveQuantizationNoise(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move to the front of the callbacks, as the noise must be set before `RolloutCallback` samples."""
-        if not isinstance(pl_module, QeRLModule):
-            raise UserError(f"AQN needs a QeRLModule; got a {type(pl_module).__name__}; train that instead")
+        require_qerl_module(pl_module, "AdaptiveQuantizationNoise")
         if stage == "fit":  # which may not be the first
             self.planned_rollouts = None
         others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]

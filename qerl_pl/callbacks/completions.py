@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from qerl_pl.callbacks.loggers import log_table
 from qerl_pl.errors import require_at_least
-from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.modules.qerl import require_qerl_module
 from qerl_pl.rollout.scoring import without_none
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.types import CompletionRecord, PromptBatch
@@ -40,9 +40,9 @@ class CompletionLog(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove the rollouts that will be repeated."""
         self._unlogged = None
+        module = require_qerl_module(pl_module, "CompletionLog")
         if self.jsonl and writes_files(trainer):
-            assert isinstance(pl_module, QeRLModule)
-            _truncate(_path(trainer), pl_module.policy_version)
+            _truncate(_path(trainer), module.policy_version)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int

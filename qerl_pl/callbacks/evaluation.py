@@ -4,7 +4,6 @@ import hashlib
 import inspect
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -149,7 +148,7 @@ class EvaluationReport(Callback, ChecksFirst):
             metrics = {}
             for metric, values in prompt_metrics(prompts, self._tells_answers).items():
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
-                fractions = not re.search("(^|_)(length_mean|reward_)", metric)
+                fractions = not metric.startswith(("length_mean", "reward_"))
                 low, high = bootstrap_interval(values, seed, fractions=fractions)
                 metrics[metric] = {"value": values.mean().item(), "low": low, "high": high}
             sets[name or stage] = {"prompts": len(prompts), "samples": len(prompts[0].samples), "metrics": metrics}

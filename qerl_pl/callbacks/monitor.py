@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from qerl_pl.callbacks.rollout import rollout_callback
 from qerl_pl.engines.base import SharedWeights
 from qerl_pl.models.memory import GIB, held_gib
-from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule
+from qerl_pl.modules.qerl import BEFORE_TRAINING, QeRLModule, require_qerl_module
 from qerl_pl.policy.full_finetuning import FullWeights
 from qerl_pl.policy.policy import Policy
 
@@ -90,6 +90,7 @@ class Monitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin the first rollout's peak."""
+        require_qerl_module(pl_module, "Monitor")
         self._begin_peak(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
@@ -111,8 +112,8 @@ class Monitor(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracy before training, which Lightning drops as a sanity check."""
-        assert isinstance(pl_module, QeRLModule)
-        if trainer.sanity_checking and (metrics := pl_module.validation_metrics()):
+        module = require_qerl_module(pl_module, "Monitor")
+        if trainer.sanity_checking and (metrics := module.validation_metrics()):
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=BEFORE_TRAINING)
 

@@ -78,7 +78,7 @@ class ResumeCheckpoint(Checkpoint):
         if trainer.max_steps != -1:
             self._save_if_due(trainer)
 
-    def _save_if_due(self, trainer: Trainer, *_: Any) -> None:
+    def _save_if_due(self, trainer: Trainer) -> None:
         """Save at an interval's end or a signal, and stop at a signal."""
         stop, path = self._stop_signal(trainer), None
         if self._step_end and (stop or self._step_end["rollouts"] % self.every_n_rollouts == 0):

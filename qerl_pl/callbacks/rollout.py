@@ -14,7 +14,7 @@ from qerl_pl.engines.transformers import TransformersEngine
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.models.folder import end_token_ids
-from qerl_pl.modules.qerl import QeRLModule
+from qerl_pl.modules.qerl import QeRLModule, require_qerl_module
 from qerl_pl.rewards import (
     Reward,
     TrainerState,
@@ -350,9 +350,7 @@ def rollout_callback(trainer: Trainer, needed_by: str) -> RolloutCallback:
 
 
 def _module(module: LightningModule) -> QeRLModule:
-    if not isinstance(module, QeRLModule):
-        raise UserError(f"RolloutCallback drives a QeRLModule; got a {type(module).__name__}; train that instead")
-    return module
+    return require_qerl_module(module, "RolloutCallback")
 
 
 def _data(trainer: Trainer) -> PromptDataModule:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from qerl_pl.callbacks.loggers import address_of
 from qerl_pl.modules.policy_module import PolicyModule
-from qerl_pl.modules.qerl import PROGRESS_BAR, QeRLModule
+from qerl_pl.modules.qerl import PROGRESS_BAR, QeRLModule, require_qerl_module
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.files import atomic_write
 
@@ -124,6 +124,7 @@ class RunSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
+        require_qerl_module(pl_module, "RunSummary")
         self._began = time.perf_counter() - self.train_seconds
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
@@ -136,13 +137,13 @@ class RunSummary(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the accuracies and rewards; validation counts as training time."""
-        assert isinstance(pl_module, QeRLModule)
+        module = require_qerl_module(pl_module, "RunSummary")
         if not trainer.sanity_checking:
             self.train_seconds = time.perf_counter() - self._began
-        for tag, value in pl_module.validation_metrics().items():
+        for tag, value in module.validation_metrics().items():
             stage_and_set, _, metric = tag.rpartition("/")  # val, or val/NAME
             if metric in METRICS:
-                self._record(metric, stage_and_set[4:], pl_module.policy_version, value)
+                self._record(metric, stage_and_set[4:], module.policy_version, value)
 
     def _record(self, metric: str, name: str, version: int, value: Any) -> None:
         self.curves[metric].setdefault(name, []).append((version, float(value)))

@@ -170,7 +170,7 @@ def _records(source: Path) -> list[dict[str, Any]]:
     records = []
     for line in source.read_bytes().splitlines():
         try:
-            records.append(json.loads(line))
+            records.append(json.loads(line, parse_constant=str))  # of NaN, which a browser's parser refuses
         except ValueError:
             break
     if not records:

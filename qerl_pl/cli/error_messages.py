@@ -2,7 +2,6 @@
 
 import re
 import textwrap
-from collections.abc import Collection
 from difflib import get_close_matches
 from pkgutil import resolve_name
 
@@ -14,7 +13,7 @@ from yaml import YAMLError
 
 from qerl_pl import algorithm, datamodules, engines
 from qerl_pl.callbacks import RolloutCallback
-from qerl_pl.cli.commands import TRAINER_COMMANDS
+from qerl_pl.cli.commands import COMMAND_HELP, TRAINER_COMMANDS
 from qerl_pl.cli.config_checks import CALLBACKS, module_class
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError, did_you_mean, explain_file_error
@@ -47,7 +46,7 @@ _OTHER_REMEDIES = {
 _KINDS = {"int": "give an integer", "float": "give a number", "bool": "give true or false"}
 
 
-def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str | None:
+def explain(error: Exception, argv: list[str]) -> str | None:
     """The message for a user error; None for any other error, which keeps its traceback."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:  # jsonargparse wraps errors of the classes that it builds
@@ -58,7 +57,7 @@ def explain(error: Exception, argv: list[str], commands: Collection[str]) -> str
         if memory := _out_of_memory(cause):
             return memory
     if isinstance(error, ArgumentError) and all(isinstance(cause, _PARSING) for cause in causes):
-        command = next(word for word in argv if word in commands)
+        command = next(word for word in argv if word in COMMAND_HELP)
         groups: dict[str, type] = _GROUPS | {"model": module_class(argv)} if command in TRAINER_COMMANDS else {}
         return f"{_parsing(str(error), causes[-1], groups)}; see qerl {command} --help"
     for cause in causes:

@@ -23,7 +23,7 @@ from rich import get_console
 
 from qerl_pl.callbacks import EvaluationReport, Preempted, RolloutCallback, RolloutLines
 from qerl_pl.callbacks.loggers import MainFirstLogger, SaveFitConfig
-from qerl_pl.cli.commands import COMMAND_HELP, DESCRIPTION, USAGE_ERROR, answer, give_flags_values
+from qerl_pl.cli.commands import DESCRIPTION, USAGE_ERROR, answer, give_flags_values
 from qerl_pl.cli.config_checks import (
     CALLBACKS,
     SFT_CALLBACKS,
@@ -434,7 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     except SIGTERMException:  # Lightning's own end on SIGTERM, without a ResumeCheckpoint
         return 128 + signal.SIGTERM
     except Exception as error:  # a user's class may raise anything
-        status, line = INTERRUPTED if _interrupts else (USAGE_ERROR, explain(error, argv, COMMAND_HELP))
+        status, line = INTERRUPTED if _interrupts else (USAGE_ERROR, explain(error, argv))
         if line is None or os.environ.get("QERL_DEBUG") == "1":
             raise
         message = line

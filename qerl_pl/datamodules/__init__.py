@@ -1,4 +1,4 @@
-"""Data modules: prompts with reference answers."""
+"""Data modules: prompts with reference answers, and conversations for supervised fine-tuning."""
 
 from qerl_pl.datamodules.conversations import ConversationDataModule
 from qerl_pl.datamodules.datasets import BigMathDataModule, GSM8KDataModule, TableDataModule

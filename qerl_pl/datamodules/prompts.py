@@ -25,7 +25,7 @@ FixedLoaders = DataLoader[PromptBatch] | list[DataLoader[PromptBatch]]
 
 
 class PromptDataModule(ResumableDataModule):
-    """Batches (lists) of prompts; subclasses return the questions in `train_rows`.
+    """Batches of prompts; subclasses return the questions in `train_rows`.
 
     Args:
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.

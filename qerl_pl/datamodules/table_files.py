@@ -5,8 +5,10 @@ import glob
 import io
 import json
 import logging
+import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ def _files_of_hub_folder(folder: Path, split: str, subset: str | None, key: str)
     """Files of a split as `datasets` finds them: by the README, or by the names of files and folders."""
     import datasets  # slow
 
+    folder = folder.resolve()  # as `datasets` does for some patterns
     try:
         names = datasets.get_dataset_config_names(str(folder))
         if subset is not None and subset not in names and ((folder / subset).is_dir() or names == ["default"]):
@@ -50,7 +53,7 @@ def _files_of_hub_folder(folder: Path, split: str, subset: str | None, key: str)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         splits, problem = {}, f"{' '.join(str(error).split()):.200}"
     files = splits.get(split, [])
-    places = sorted({str(file.parent.relative_to(folder.absolute())) for file in files})
+    places = sorted({os.path.relpath(file.parent, folder) for file in files})
     if len(places) > 1:
         raise UserError(
             f"a data folder has the files of a split in one place; {folder} has those of {split} in "
@@ -99,6 +102,8 @@ def _read_csv(text: str, file: Path) -> Sequence[Mapping[str, Any]]:
     rows = []
     try:
         reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+        if repeated := [name for name, count in Counter(filter(None, reader.fieldnames)).items() if count > 1]:
+            raise UserError(f"columns must have different names; {file} has {repeated[0]} twice; rename one")
         for row in reader:
             if None in row or None in row.values():
                 raise UserError(

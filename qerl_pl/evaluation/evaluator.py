@@ -242,9 +242,9 @@ class Evaluator:
         by_prompt = groupby(jobs, lambda job: job[0])
         wanted = [(prompts[index], [sample or 0 for _, sample in own]) for index, own in by_prompt]
         sampled = sample_completions(self.engine, self.dialogues, wanted, sampling, self.seed, stream)
+        require_finite_logprobs([prompt for prompt, _ in wanted], sampled, type(self.engine).__name__, self._version)
         completions = [[completion] for group in sampled for completion in group]
         asked = [prompts[index] for index, _ in jobs]
-        require_finite_logprobs(asked, completions, type(self.engine).__name__, self._version)
         with isolate_rng():  # a reward may draw, and evaluating more often must not change training
             scorer = self.config.scorer
             groups = scorer.score(self.tokenizer, asked, completions, self.ends)

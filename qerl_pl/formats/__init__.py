@@ -1,1 +1,1 @@
-"""The frozen base model: its files, the formats of its weights, and what of its structure is relied on."""
+"""Formats of the frozen base's weights: recognized, read and quantized; norms in float32; LoftQ's adapter."""

@@ -170,7 +170,7 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     def check_first(self, trainer: Trainer, stage: str) -> None:
         """Refuse other precisions and strategies, and a run without an end."""
-        if (precision := trainer.precision) not in ("32-true", "32", 32):
+        if (precision := trainer.precision) != "32-true":
             remedy = "leave it at 32-true and set model.policy.dtype"
             raise UserError(f"the policy sets its own precision; trainer.precision is {precision}; {remedy}")
         check_devices(trainer)
@@ -334,7 +334,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         self._is_changed = True
         self.policy.load_trained_state(state["trained"])
         self.policy.checkpointing.load(state["recomputation"])
-        self.policy_version, self._saved = state["policy_version"], state.get("built", {})
+        self.policy_version, self._saved = state["policy_version"], state["built"]
         states, rank = state["random_states"], self.global_rank
         self._random_state = states[rank if len(states) == self.trainer.world_size else 0]
 

@@ -7,14 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from torchmetrics import MeanMetric
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
-from qerl_pl.errors import require_at_least
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
@@ -218,6 +218,17 @@ class QeRLModule(PolicyModule):
             self.log("rollouts", float(self.policy_version), logger=False, **options)
             if self.trainer.state.fn != TrainerFn.FITTING:  # the point of the run's curves with this policy
                 self.log("step", float(self.policy_version + BEFORE_TRAINING), **options)
+
+
+def require_qerl_module(module: LightningModule, callback: str) -> QeRLModule:
+    """The module of a trainer, for a callback that works with rollouts.
+
+    Raises:
+        UserError: It trains by another, such as an SFTModule.
+    """
+    if not isinstance(module, QeRLModule):
+        raise UserError(f"{callback} needs a QeRLModule; got a {type(module).__name__}; train that, or leave it out")
+    return module
 
 
 def _filled_in(value: T | None, step: str) -> T:

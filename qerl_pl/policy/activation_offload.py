@@ -47,11 +47,12 @@ class OffloadedTensor:
     """
 
     def __init__(self, tensor: Tensor, blocks: PinnedBlocks, previous: "OffloadedTensor | None") -> None:
+        self._fetched: Tensor | None = None
+        self._blocks: list[Tensor] = []  # before what may fail: __del__ reads both
         self._like = tensor.new_empty(0)
         self._shape, self._pool, self._previous = tensor.shape, blocks, previous
         source = _bytes(tensor)
         self._blocks = blocks.take(-(-len(source) // BLOCK_BYTES))
-        self._fetched: Tensor | None = None
         self._copy(source, to_cpu=True)
 
     def __del__(self) -> None:

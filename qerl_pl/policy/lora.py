@@ -8,7 +8,7 @@ from typing import Literal, TypeGuard
 from qerl_kernels import AdaptedWeight, DenseWeight, FrozenWeight, LoraFactors, frozen_linear, frozen_linears
 from torch import Tensor, nn
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.models.families import PROJECTIONS, find_family, names_match
 
 
@@ -89,8 +89,7 @@ class LoraConfig:
     use_rslora: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.rank is not None and self.rank < 1:
-            raise UserError(f"LoRA needs rank >= 1; got {self.rank}; set model.policy.lora.rank")
+        require_at_least(1, {"model.policy.lora.rank": self.rank})
         if self.alpha is not None and not 0.0 < self.alpha < math.inf:
             raise UserError(
                 f"LoRA needs a finite alpha > 0; got {self.alpha}; set model.policy.lora.alpha, to 2 * rank, say"

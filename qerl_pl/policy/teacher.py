@@ -163,9 +163,9 @@ class Teacher:
         """Inside the block the weights are on the device; afterwards they are where they were, without a copy."""
         tensors = [*self._model.parameters(), *self._model.buffers()]
         held = [tensor.data for tensor in tensors]
-        for tensor in tensors:
-            tensor.data = tensor.data.to(self.device)
         try:
+            for tensor in tensors:
+                tensor.data = tensor.data.to(self.device)
             yield
         finally:
             for tensor, data in zip(tensors, held, strict=True):

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from qerl_pl.errors import UserError
+from qerl_pl.errors import require_at_least
 from qerl_pl.seeds import stream_seed
 from qerl_pl.toy.task import NAMES, Problem, Split
 
@@ -59,9 +59,8 @@ class GuessingGame:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("highest", 2), ("turns", 1)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}: set it higher.")
+        require_at_least(2, {"highest": self.highest})
+        require_at_least(1, {"turns": self.turns})
 
     def problem(self, index: int, split: Split) -> Problem:
         """Question and number of game `index` of an unlimited split; the splits differ by names."""

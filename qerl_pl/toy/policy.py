@@ -110,8 +110,6 @@ def build_toy_policy(config: ToyConfig | None = None, cache_dir: str | Path | No
     config = ToyConfig() if config is None else config
     cache = cache_root() if cache_dir is None else Path(cache_dir).expanduser()
     folder = cache / f"toy-{config.digest}"
-    if folder.is_dir():
-        return folder
     with build_once(folder) as missing:
         if missing:
             _teach(config, folder)

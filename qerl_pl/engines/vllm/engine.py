@@ -432,6 +432,6 @@ class VLLMEngine(RolloutEngine):
         if alone:
             self.wake()
             self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
+        self._llm, self._asleep = None, False
         VLLMEngine._alive -= 1
         release_memory(last=alone and VLLMEngine._alive == 0)

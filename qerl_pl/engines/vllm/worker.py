@@ -149,7 +149,6 @@ class PolicyWorker(Worker):
         self._qerl_norms = {
             name: module for name, module in modules.items() if isinstance(module, RMSNorm | GemmaRMSNorm)
         }
-        self._qerl_norm_offset = family.norm_offset
         self._qerl_noisy = noisy_norm_names(self._qerl_norms, family)
         for name in self._qerl_noisy:
             norm = self._qerl_norms[name]
@@ -275,7 +274,7 @@ class PolicyWorker(Worker):
         if noise is not None:
             for name in self._qerl_noisy:
                 clean = norms.get(name, self._qerl_clean[name])
-                draws[name] = noise.of_norm(name, clean.float() + self._qerl_norm_offset)
+                draws[name] = noise.of_norm(name, clean.float() + self._qerl_family.norm_offset)
             sizes = [drawn.numel() for drawn in draws.values()]  # one copy to the device
             draws = dict(zip(draws, torch.cat([*draws.values()]).to(device).split(sizes), strict=True))
         for name in set(norms) - set(self._qerl_clean):
