@@ -79,9 +79,10 @@ def test_a_folder_as_the_hub_has_it_is_read(tmp_path: Path, name: str, monkeypat
 
 @pytest.mark.parametrize("name", ["link", "real/../real"])
 def test_a_folder_is_read_by_another_path(tmp_path: Path, name: str) -> None:
-    hub(tmp_path / "real", *MAIN, readme=README)
     (tmp_path / "link").symlink_to("real")
-    assert [one["question"] for one in read_table(str(tmp_path / name), "train", "main")] == MAIN[:1]
+    for readme in ("", README):
+        hub(tmp_path / "real", *MAIN, readme=readme)
+        assert [one["question"] for one in read_table(str(tmp_path / name), "train", "main")] == MAIN[:1]
 
 
 def test_every_data_module_takes_the_hubs_folders(tmp_path: Path) -> None:
