@@ -86,7 +86,7 @@ def sigusr1_as_sigterm(number: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def take_sigusr1() -> None:
+def install_sigusr1_handler() -> None:
     """Handle SIGUSR1 as SIGTERM in a job of SLURM, unless it has a handler.
 
     To be called before Lightning installs its own, which saves in the middle of a step.
@@ -111,7 +111,7 @@ class StopSignals:
         self._handler = handler
         self._previous: dict[int, Any] = {}
 
-    def take(self) -> None:
+    def install(self) -> None:
         """Install the handler; repeated calls change nothing, nor do those of another thread than the main one."""
         if threading.current_thread() is not threading.main_thread():
             return
@@ -121,7 +121,7 @@ class StopSignals:
             if number not in self._previous and not ignored:
                 self._previous[number] = signal.signal(number, self._handler)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the previous handlers, if the handler is installed."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)

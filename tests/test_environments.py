@@ -502,7 +502,7 @@ def test_the_module_of_an_environment_may_fail(tmp_path: Path) -> None:
 def test_reset_and_get_reward_must_not_fail(
     rows: EnvironmentPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("qerl_pl.environments.pool.PATIENCE", (0, 0.0))
+    monkeypatch.setattr("qerl_pl.environments.pool.BACKOFF", (0, 0.0))
     for secret, message in enumerate((r"process ended \(exit status 4\)", "ended after its time limit of 3 s")):
         session = rows.open({"kind": "fails", "secret": secret})
         with pytest.raises(UserError, match=message):

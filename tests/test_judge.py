@@ -98,7 +98,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    monkeypatch.setattr("qerl_pl.runtime.patience.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("qerl_pl.runtime.backoff.FIRST_PAUSE_S", 0.01)
 
 
 def samples(*completions: str, **columns: Any) -> list[RewardSample]:

@@ -220,10 +220,10 @@ def test_a_reset_that_fails_is_repeated(
     resets: int,
     error: str | None,
 ) -> None:
-    monkeypatch.setattr("qerl_pl.runtime.patience.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("qerl_pl.runtime.backoff.FIRST_PAUSE_S", 0.01)
     monkeypatch.setenv("GAME_KEY", "s5")
     file = tmp_path / "resets"
-    monkeypatch.setattr("qerl_pl.environments.pool.PATIENCE", (3 if patience else 0, patience))
+    monkeypatch.setattr("qerl_pl.environments.pool.BACKOFF", (3 if patience else 0, patience))
     session = rows.open({"file": str(file), "kind": kind, "times": times})
     if error is None:
         assert session.call("look", {}).result().text == "here"
@@ -363,7 +363,7 @@ def test_an_environment_of_a_row_is_closed_after_its_dialogue(
     kind: str,
     warnings: int,
 ) -> None:
-    monkeypatch.setattr("qerl_pl.environments.pool.PATIENCE", (0, 0.0))
+    monkeypatch.setattr("qerl_pl.environments.pool.BACKOFF", (0, 0.0))
     file = tmp_path / "closed"
     with caplog.at_level(logging.WARNING):
         session = rows.open({"file": str(file), "kind": kind})

@@ -80,7 +80,7 @@ def test_a_copy_that_finds_no_memory_says_so_alone(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("CUDA error: out of memory")
 
     blocks, unraisable = PinnedBlocks(torch.device("cpu")), list[Any]()
-    monkeypatch.setattr(blocks, "take", fails)
+    monkeypatch.setattr(blocks, "allocate", fails)
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     with pytest.raises(RuntimeError, match="out of memory"):
         OffloadedTensor(torch.zeros(1, 3, 8), blocks, None)

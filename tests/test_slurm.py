@@ -13,7 +13,7 @@ from tiny_run import VALIDATED, Tiny, trainer_of
 
 from qerl_pl.callbacks import ResumeCheckpoint
 from qerl_pl.callbacks.resume import Preempted
-from qerl_pl.errors import Stopped, StopSignals, UserError, sigusr1_as_sigterm, take_sigusr1
+from qerl_pl.errors import Stopped, StopSignals, UserError, install_sigusr1_handler, sigusr1_as_sigterm
 from qerl_pl.runtime.checks import check_world
 
 JOB = {"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
@@ -105,13 +105,13 @@ def test_a_handler_of_ones_own_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_outside_of_a_job_sigusr1_is_left_alone() -> None:
-    take_sigusr1()
+    install_sigusr1_handler()
     assert signal.getsignal(USR1) == signal.SIG_DFL
 
 
 def test_sigusr1_is_sigterm_where_nothing_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "12")
-    take_sigusr1()
+    install_sigusr1_handler()
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
     signal.raise_signal(USR1)
@@ -122,10 +122,10 @@ def test_sigusr1_is_sigterm_where_nothing_saves(monkeypatch: pytest.MonkeyPatch)
         raise Stopped(number)
 
     signals = StopSignals(stop)
-    signals.take()
+    signals.install()
     with pytest.raises(Stopped, match="stopped by SIGUSR1"):
         signal.raise_signal(USR1)
-    signals.give_back()
+    signals.restore()
     assert signal.getsignal(USR1) is sigusr1_as_sigterm
 
 

@@ -32,7 +32,7 @@ def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
     os.dup2(descriptor, sys.stderr.fileno())
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
     if fault.startswith("freeze"):  # else a rank that nobody tells of is waited for longer than the test does
-        failure_detector.PATIENCE = 6.0
+        failure_detector.HEARTBEAT_TIMEOUT_S = 6.0
 
     def listening() -> set[int]:
         connections = psutil.Process().net_connections("tcp")

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from qerl_pl.errors import Preempted, StopSignals, UserError, require_at_least, take_sigusr1
+from qerl_pl.errors import Preempted, StopSignals, UserError, install_sigusr1_handler, require_at_least
 from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.random_state import random_state, set_random_state
@@ -59,7 +59,7 @@ class ResumeCheckpoint(Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Insert a first callback, which saves before the others begin a step, and be the last to end an epoch."""
-        take_sigusr1()
+        install_sigusr1_handler()
         if self._first not in trainer.callbacks:  # type: ignore[attr-defined]
             others = [callback for callback in trainer.callbacks if callback is not self]  # type: ignore[attr-defined]
             trainer.callbacks = [self._first, *others, self]  # type: ignore[attr-defined]
@@ -97,11 +97,11 @@ class ResumeCheckpoint(Checkpoint):
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the signal handlers."""
-        self._signals.take()
+        self._signals.install()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Install the handlers if there was no sanity check; set aside newer checkpoints; remove incomplete files."""
-        self._signals.take()
+        self._signals.install()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.wait_count >= max(callback.patience, 1):
                 log.warning("EarlyStopping by %s has ended this run: to go on, leave it out", callback.monitor)
@@ -151,7 +151,7 @@ class ResumeCheckpoint(Checkpoint):
 
     def teardown(self, *_: Any, **__: Any) -> None:
         """Restore the signal handlers, and forget the run."""
-        self._signals.give_back()
+        self._signals.restore()
         self._signal, self._step_end, self._saves = None, {}, False
 
     def _save_before_rollout(self, trainer: Trainer) -> Path | None:

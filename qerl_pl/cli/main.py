@@ -73,10 +73,10 @@ def stop_at_once() -> Callback:
     signals = StopSignals(stop)
 
     def take(*_: Any) -> None:
-        signals.take()
+        signals.install()
 
     def give_back(*_: Any, **__: Any) -> None:
-        signals.give_back()
+        signals.restore()
 
     # After an exception Lightning tears no callback down.
     return LambdaCallback(on_test_start=take, on_validation_start=take, teardown=give_back, on_exception=give_back)

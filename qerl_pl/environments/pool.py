@@ -17,7 +17,7 @@ import cloudpickle
 
 from qerl_pl.environments.contract import Factory, Opening, ToolAnswer, name_of
 from qerl_pl.errors import UserError, require_at_least
-from qerl_pl.runtime.patience import Patience
+from qerl_pl.runtime.backoff import ExponentialBackoff
 from qerl_pl.runtime.process_pool import END_TIMEOUT_S, ProcessPool, WorkerProcess, worker_variables
 
 log = logging.getLogger("qerl_pl")
@@ -25,7 +25,7 @@ log = logging.getLogger("qerl_pl")
 _CLOSE_FAILS = "close of an environment fails: %s"
 _REPEATS = "%s of an environment fails (%s): trying again for %g s"
 _DONE = "dialogue_done is true after reset, so that dialogues end at their first call; set it to False"
-PATIENCE = 3, 300.0
+BACKOFF = 3, 300.0
 """Least repetitions of a failed `reset`, and least seconds for which it is repeated."""
 _MISSING_VARIABLE = re.compile(r"KeyError: '(\w+)'")
 T = TypeVar("T")
@@ -145,7 +145,7 @@ class Session:
 
     async def _open(self, row: Mapping[str, Any], seed: int | None) -> Opening:
         environments, pickled = self._processes, cloudpickle.dumps(row)
-        patience = Patience(*PATIENCE)
+        backoff = ExponentialBackoff(*BACKOFF)
         while True:
             worker = await environments.worker()
             method, reply = "__init__", worker.made
@@ -156,10 +156,10 @@ class Session:
             if not worker.busy:
                 await environments.end(worker)
             environments.release(worker, reusable=False)
-            if patience.is_used_up() or reply.get("refused") or not environments.is_alive():
+            if backoff.is_used_up() or reply.get("refused") or not environments.is_alive():
                 environments.raise_error(method, reply)
-            environments.warn(_REPEATS, method, reply["error"], PATIENCE[1])
-            await patience.pause()
+            environments.warn(_REPEATS, method, reply["error"], BACKOFF[1])
+            await backoff.pause()
         if reply["done"]:
             environments.warn(_DONE)
         self._worker = worker

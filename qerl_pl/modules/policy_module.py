@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least, take_sigusr1
+from qerl_pl.errors import UserError, install_sigusr1_handler, require_at_least
 from qerl_pl.models.memory import pending_state_bytes
 from qerl_pl.modules.optimizer import (
     WARMUP_RATIO,
@@ -187,7 +187,7 @@ class PolicyModule(LightningModule, ChecksFirst):
 
     def setup(self, stage: str) -> None:
         """Start a fit afresh, with a used trainer too; Lightning loads a checkpoint later."""
-        take_sigusr1()  # for callbacks, before Lightning takes it
+        install_sigusr1_handler()  # for callbacks, before Lightning has its own
         if stage != "fit":
             return
         self.start_afresh()

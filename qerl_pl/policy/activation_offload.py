@@ -27,7 +27,7 @@ class PinnedBlocks:
         self.count = 0
         self._free: list[Tensor] = []
 
-    def take(self, count: int) -> list[Tensor]:
+    def allocate(self, count: int) -> list[Tensor]:
         """So many blocks, uint8 [BLOCK_BYTES] each."""
         new = max(count - len(self._free), 0)
         self.count += new
@@ -35,7 +35,7 @@ class PinnedBlocks:
         taken, self._free = self._free[:count], self._free[count:]
         return taken
 
-    def give_back(self, blocks: list[Tensor]) -> None:
+    def free(self, blocks: list[Tensor]) -> None:
         """Make blocks free again."""
         self._free += blocks
 
@@ -52,13 +52,13 @@ class OffloadedTensor:
         self._like = tensor.new_empty(0)
         self._shape, self._pool, self._previous = tensor.shape, blocks, previous
         source = _bytes(tensor)
-        self._blocks = blocks.take(-(-len(source) // BLOCK_BYTES))
+        self._blocks = blocks.allocate(-(-len(source) // BLOCK_BYTES))
         self._copy(source, to_cpu=True)
 
     def __del__(self) -> None:
         if self._fetched is not None:  # an error ended the backward pass
             self.wait()
-        self._pool.give_back(self._blocks)
+        self._pool.free(self._blocks)
 
     def _copy(self, device_bytes: Tensor, to_cpu: bool) -> None:
         """Begin to copy between a tensor on the device and the blocks, after what the current stream has enqueued."""

@@ -20,8 +20,8 @@ import httpx2
 
 from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.rewards.base import Reward, RewardSample
+from qerl_pl.runtime.backoff import ExponentialBackoff
 from qerl_pl.runtime.files import cache_root
-from qerl_pl.runtime.patience import Patience
 
 log = logging.getLogger(__name__)
 
@@ -294,7 +294,7 @@ class _Endpoint:
     async def reply(self, request: dict[str, Any]) -> str:
         """The text of the reply to a request; `_Refused` if the endpoint refuses this one."""
         settings = self._settings
-        patience = Patience(settings.retries, settings.patience_s)
+        backoff = ExponentialBackoff(settings.retries, settings.patience_s)
         async with self._free:
             while True:
                 try:
@@ -311,13 +311,13 @@ class _Endpoint:
                     failure = f"no reply within time_limit_s={settings.time_limit_s:g}"
                 except httpx2.TransportError as error:
                     failure = self._excerpt(f"{type(error).__name__} {error}")
-                if patience.is_used_up():
+                if backoff.is_used_up():
                     raise UserError(
                         f"the judge must answer within patience_s={settings.patience_s:g} and {settings.retries} "
                         f"retries; {self._url} does not ({failure}); start it again, or raise the reward's patience_s"
                     )
                 self._warn(failure)
-                await patience.pause()
+                await backoff.pause()
 
     async def require_acceptance(self, request: dict[str, Any], refused: _Refused) -> None:
         """Send a request without a completion, to tell whether the endpoint refuses all."""

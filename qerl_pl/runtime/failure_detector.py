@@ -2,7 +2,7 @@
 
 A rank that raised, was killed or lost its machine leaves the others in a collective that never ends. A thread of each
 rank therefore sends its state to all other ranks once a second, over gloo's connections (no port is needed): those of
-a process that has ended break at once, and a rank that is silent for `PATIENCE` counts as lost.
+a process that has ended break at once, and a rank that is silent for `HEARTBEAT_TIMEOUT_S` counts as lost.
 """
 
 import json
@@ -24,9 +24,9 @@ from torch import distributed
 from qerl_pl.errors import Preempted, Stopped, UserError
 from qerl_pl.runtime.communicator import Communicator
 
-PERIOD = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between messages."""
-PATIENCE = 180.0
+HEARTBEAT_TIMEOUT_S = 180.0
 """Seconds without a message after which a rank counts as lost; a process may be frozen for a while."""
 LOST = "killed, or its machine or network is lost; run the command again, training with --resume auto"
 _GRACE, _MESSAGE_BYTES, _TAG = 10.0, 4096, 1
@@ -61,7 +61,7 @@ class FailureDetector:
         status = exception.status if isinstance(exception, Stopped) else 2 if expected else 1
         reason = str(exception) if expected else f"{type(exception).__name__}: {exception}"
         if not expected:
-            time.sleep(3 * PERIOD)  # the thread ends this process if another rank's end is the cause
+            time.sleep(3 * HEARTBEAT_INTERVAL_S)  # the thread ends this process if another rank's end is the cause
             if self._failure is None and self._local_rank > 0:
                 traceback.print_exception(exception)
         self._failure = self._failure or (self._communicator.rank, status, " ".join(reason.split())[:600] or "fails")
@@ -83,7 +83,7 @@ class FailureDetector:
             self._send(stopping)
             if all([self._receive(rank) for rank in self._others]) and stopping:
                 return
-            self._stopping.wait(PERIOD)
+            self._stopping.wait(HEARTBEAT_INTERVAL_S)
         self._send(False)
         self._give_up(*self._failure)
 
@@ -102,7 +102,7 @@ class FailureDetector:
         stopping, failure = False, [rank, 1, ""]
         with suppress(RuntimeError):
             work: Any = distributed.irecv(message, rank, self._communicator.objects, _TAG)
-            work.wait(timedelta(seconds=PATIENCE))
+            work.wait(timedelta(seconds=HEARTBEAT_TIMEOUT_S))
             stopping, failure = json.loads(bytes(message.tolist()))
         self._failure = self._failure or failure
         return stopping
@@ -113,7 +113,7 @@ class FailureDetector:
         Local rank 0 reports; if it is the lost rank, the next process of its machine does.
         """
         reporter = int(not reason and rank == self._communicator.rank - self._local_rank)
-        time.sleep(2 * PERIOD)  # until all ranks know, and have ended
+        time.sleep(2 * HEARTBEAT_INTERVAL_S)  # until all ranks know, and have ended
         for process in self._children:
             process.kill()
         if rank == self._communicator.rank and self._local_rank == 0:

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import _Subprocess
 from torch import distributed, nn
 
 from qerl_pl.runtime.communicator import SINGLE_PROCESS, Communicator
-from qerl_pl.runtime.failure_detector import PATIENCE, FailureDetector
+from qerl_pl.runtime.failure_detector import HEARTBEAT_TIMEOUT_S, FailureDetector
 from qerl_pl.runtime.fork_server import signal_at_end_of_parent
 
 TIMEOUT = timedelta(days=1)
@@ -83,7 +83,7 @@ class UnwrappedDDPStrategy(DDPStrategy):
             distributed.destroy_process_group()
         for child in self._own_launcher.procs:
             try:
-                child.wait(PATIENCE)
+                child.wait(HEARTBEAT_TIMEOUT_S)
             except subprocess.TimeoutExpired:  # done, but hanging in a driver
                 child.kill()
         return next((status for child in self._own_launcher.procs if (status := child.wait())), 0)

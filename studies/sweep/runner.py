@@ -102,7 +102,7 @@ class Runner:
         waiting = [run for run in runs if not self._is_done(run)]
         slots = [(device, slot) for slot in range(self.limits.at_once) for device in self.limits.devices]
         began, signals = time.monotonic(), StopSignals(self._on_signal)
-        signals.take()
+        signals.install()
         try:
             while waiting or self._running:
                 spent = time.monotonic() - began
@@ -123,7 +123,7 @@ class Runner:
         finally:
             for one in self._running:  # after an exception: leave no process behind
                 one.process.terminate()
-            signals.give_back()
+            signals.restore()
         return self.outcome
 
     def _expected_seconds(self) -> float:

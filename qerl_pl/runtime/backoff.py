@@ -1,4 +1,4 @@
-"""Patience with what may fail for a while: a service that restarts, or an environment's backend."""
+"""Retries of what may fail for a while: a service that restarts, or an environment's backend."""
 
 import asyncio
 import time
@@ -6,7 +6,7 @@ import time
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 
 
-class Patience:
+class ExponentialBackoff:
     """Retries with pauses that double, until their number and their time are both used up.
 
     Args:
