@@ -16,6 +16,7 @@ from fit_helpers import command, configuration, fit
 
 from qerl_pl.callbacks.resume import _set_aside
 from qerl_pl.cli.main import main
+from qerl_pl.errors import UserError
 from qerl_pl.runtime.checkpoint_io import CHECKPOINT_KEY, AtomicCheckpointIO
 from qerl_pl.runtime.files import atomic_directory, build_once
 
@@ -141,6 +142,29 @@ def test_the_unfinished_folder_of_a_living_process_stays_and_another_waits_for_i
     assert content_of(tmp_path / "model") == {"first"}
 
 
+def write(folder: Path, content: str) -> None:
+    try:
+        with atomic_directory(folder / "model") as unfinished:
+            fill(unfinished, content)
+            wait_for(folder, "go-on")
+    except UserError as error:
+        (folder / "refused").write_text(str(error))
+
+
+def test_a_folder_that_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
+    first = fork(partial(write, tmp_path, "first"))
+    wait_for(tmp_path, ".model.unfinished/weights")
+    assert exit_status(fork(partial(write, tmp_path, "second"))) == 0
+    (tmp_path / "go-on").touch()
+    assert exit_status(first) == 0
+    assert (tmp_path / "refused").read_text() == (
+        f"only one process may write to a folder; {tmp_path / 'model'} cannot be locked (another process uses it); "
+        "wait for its end, or choose another destination"
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"go-on", "model", "refused"}
+    assert content_of(tmp_path / "model") == {"first"}
+
+
 def die_when_all_weights_are_written() -> None:
     from qerl_pl.models.folder import ShardWriter
 
@@ -153,7 +177,7 @@ def test_what_a_killed_quantization_leaves_is_gone_after_the_next(tiny_policy_di
     status, output = command(words, tmp_path / "log", die_when_all_weights_are_written)
     assert status == -signal.SIGKILL, output
     names = sorted(path.name for path in target.parent.iterdir())
-    assert names == [".nvfp4.unfinished"]
+    assert names == [".nvfp4.unfinished", ".nvfp4.unfinished.lock"]
     other = target.with_name(".nvfp4-of-mine")  # not ours
     other.mkdir()
     assert main(words) == 0

@@ -63,7 +63,7 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     ),
     "reward": ({"rollout": {"rewards": {"a": "qerl_pl.rewards.X"}}}, "reward is a class .*'qerl_pl.rewards.X'"),
     "null for a number": ({"model": {"warmup_ratio": None}}, "model.warmup_ratio does not take null; give a number"),
-    "null for a group": ({"model": {"policy": {"lora": None}}}, "model.policy.lora is a mapping of keys; got None"),
+    "null for a group": ({"model": {"policy": {"lora": None}}}, "model.policy.lora is a mapping of .* no keys below"),
     "no path": ("--data TableDataModule", "^qerl: data.path needs a value; got none; set it; see qerl fit"),
     "off": ("--noise off", "noise does not take False; "),
     "text for a list": ("--rollout.sampling.stop END", "rollout.sampling.stop does not take END; correct it; see"),
@@ -126,6 +126,33 @@ def test_a_mistake_is_one_line_before_anything_is_made(
     assert not cache.exists() and not run.exists()
 
 
+@pytest.mark.parametrize(("evaluation", "limit"), [("validate", "limit_val_batches"), ("test", "limit_test_batches")])
+def test_an_evaluation_of_no_prompts_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, evaluation: str, limit: str
+) -> None:
+    words = [
+        "--trainer.accelerator",
+        "cpu",
+        "--trainer.default_root_dir",
+        str(tmp_path / "run"),
+        f"--trainer.{limit}",
+        "0",
+    ]
+    line = complaint(capsys, evaluation, "-c", QUICKSTART, *words)
+    assert line.endswith(f"qerl {evaluation} evaluates prompts; got trainer.{limit} 0; leave it out")
+
+
+def test_curves_of_an_earlier_command_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "lightning_logs" / "version_7" / "metrics.csv"
+    file.parent.mkdir(parents=True)
+    file.write_text("step,reward/mean\n")
+    words = ["--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(tmp_path), "--trainer.logger=CSVLogger"]
+    words += ["--trainer.logger.save_dir", str(tmp_path), "--trainer.logger.version", "7"]
+    line = complaint(capsys, "fit", "-c", QUICKSTART, *words)
+    assert f"CSVLogger begins its file anew; {file} has the curves of an earlier command; leave its version" in line
+    assert file.read_text() == "step,reward/mean\n"
+
+
 FILES = {
     "": "a mapping of keys to values; .*mine.yaml is empty; write some",
     "- sft\n": "mine.yaml is none; write",
@@ -133,6 +160,8 @@ FILES = {
     "model: {policy: {path: x}\ntrainer: {}": "expected ',' or '}', but got '<scalar>' .* line 2, column 1: ",
     "model:\ntrainer: {max_steps: 8}": "model is a mapping of keys; .*mine.yaml has no keys below it; set some",
     "fit: {model: 3}": "model is a mapping of keys; ",
+    "trainer:": "trainer is a mapping of keys; .*mine.yaml has no keys below it; set some",
+    "fit: {rollout: {sampling: null}}": "rollout.sampling is a mapping of keys; ",
     "# für": "is YAML in UTF-8, .*mine.yaml: 'utf-8' codec can't decode byte",
     "rollout: {group_size: 4}\nrollout: {sampling: {}}": "a key stands once .*, line 2 has rollout again; put ",
     "noise: &a\n  stages: 3\n  decay: *a": "an alias stands outside .*, line 1 has an anchor with its own alias; write",

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, dict_to_namespace, set_parsing_settings
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.loggers import CSVLogger
 
 from qerl_pl.algorithm.objectives import Objective
 from qerl_pl.callbacks import (
@@ -112,6 +113,20 @@ def refuse_null(parser: ArgumentParser, config: Namespace, defaults: Namespace) 
         raise ArgumentError(None, str(error)) from error
     finally:
         set_parsing_settings(unset_sentinel=False)
+
+
+def refuse_lost_curves(trainer: Trainer) -> None:
+    """Refuse a file that CSVLogger would begin anew.
+
+    Raises:
+        UserError: An earlier command has written it.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger) and (file := Path(logger.log_dir, "metrics.csv")).exists():
+            raise UserError(
+                f"CSVLogger begins its file anew; {file} has the curves of an earlier command; leave its version out, "
+                "or give another"
+            )
 
 
 def refuse_automatic(trainer: Namespace) -> None:

@@ -15,6 +15,11 @@ from qerl_pl.runtime.files import atomic_write, require_absent
 
 FOLDER = Path(__file__).parents[1] / "configs"
 _PATH = re.compile(r"[\w./-]+")
+_NULL = "tag:yaml.org,2002:null"
+_GROUPS = (
+    "trainer", "model", "model.policy", "model.policy.lora", "model.teacher", "rollout", "rollout.sampling",
+    "rollout.evaluation", "rollout.environment",
+)  # fmt: skip
 
 
 class ConfigFile(ActionConfigFile):
@@ -69,13 +74,29 @@ def check_config(value: str) -> str | None:
             "some, as in trainer: {max_steps: 8}, or leave the file out"
         )
     runs = [root, *(value for key, value in root.value if key.value in ("fit", "validate", "test"))]
-    keys = [pair for run in runs if isinstance(run, yaml.MappingNode) for pair in run.value]
-    model = next((value for key, value in keys if key.value == "model"), None)
-    if not isinstance(model, yaml.MappingNode | None):  # which would drop the keys of earlier files
-        raise UserError(f"model is a mapping of keys; {path} has no keys below it; set some, or leave it out")
+    for run in runs:
+        _check_groups(run, path)
+    model = next((node for run in runs if (node := _below(run, "model")) is not None), None)
     _check_node(root, path, model, ())
-    named = [] if model is None else model.value
-    return next((str(value.value) for key, value in named if key.value == "class_path"), None)
+    class_path = None if model is None else _below(model, "class_path")
+    return None if class_path is None else str(class_path.value)
+
+
+def _below(node: yaml.Node, name: str) -> yaml.Node | None:
+    """The value of a key; None of a node that has none."""
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    return next((value for key, value in pairs if key.value == name), None)
+
+
+def _check_groups(run: yaml.Node, path: str) -> None:
+    """Refuse a group of keys without any, which would drop those of earlier files."""
+    for group in _GROUPS:
+        node: yaml.Node | None = run
+        for name in group.split("."):
+            node = None if node is None else _below(node, name)
+        is_null = node is not None and node.tag == _NULL
+        if is_null or (group == "model" and not isinstance(node, yaml.MappingNode | None)):
+            raise UserError(f"{group} is a mapping of keys; {path} has no keys below it; set some, or leave it out")
 
 
 def _check_node(node: yaml.Node, path: str, model: yaml.Node | None, above: tuple[yaml.Node, ...]) -> None:

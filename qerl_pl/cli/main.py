@@ -32,6 +32,7 @@ from qerl_pl.cli.config_checks import (
     name_defaults,
     named_module,
     refuse_automatic,
+    refuse_lost_curves,
     refuse_lost_defaults,
     refuse_moved_run,
     refuse_null,
@@ -256,6 +257,7 @@ class QeRLCLI(LightningCLI):
         if planned_ranks(trainer) > 1 and type(trainer.strategy) is DDPStrategy:
             trainer = self._trainer(kwargs | {"strategy": UnwrappedDDPStrategy()}, config)
         check_devices(trainer)
+        refuse_lost_curves(trainer)
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 # As its __init__ has it: on resumption it compares the folder, or forgets its best score.
@@ -350,6 +352,9 @@ class QeRLCLI(LightningCLI):
         return {"ckpt_path": path}
 
     def _evaluated(self, given: dict[str, Any]) -> dict[str, Any]:
+        limit = f"limit_{'val' if self.subcommand == VALIDATE else 'test'}_batches"
+        if getattr(self.trainer, limit) == 0:
+            raise UserError(f"qerl {self.subcommand} evaluates prompts; got trainer.{limit} 0; leave it out")
         options: dict[str, Any] = self._checkpoint(given)
         if options.get("ckpt_path", "") is None:
             raise UserError(

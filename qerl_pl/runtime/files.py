@@ -35,15 +35,29 @@ def cache_root() -> Path:
 def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `target` that is renamed to it when the block ends without an exception.
 
-    Only one process may write a target at a time, inside `build_once` or `locked` where several start at once. What a
-    killed process left is removed first. A kill between the two renames of a replacement leaves the old folder under a
-    hidden name, which the next process gives back.
+    What a killed process left is removed first. A kill between the two renames of a replacement leaves the old folder
+    under a hidden name, which the next process gives back.
 
     Args:
         target: The folder to create.
         replace: Whether an existing folder is replaced, or a symbolic link to one, whose folder stays as it is.
             Otherwise it stays, as another process has created it meanwhile, and the temporary folder is removed.
+
+    Raises:
+        UserError: Another process writes the target, or the folder above it cannot be written to.
     """
+    lock = target.with_name(f".{target.name}.unfinished.lock")
+    with _lock(lock, 0.0, target, "destination"):
+        try:
+            with _unfinished(target, replace) as folder:
+                yield folder
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def _unfinished(target: Path, replace: bool) -> Iterator[Path]:
+    """The temporary folder of `atomic_directory`, in one process at a time."""
     folder, old = (target.with_name(f".{target.name}.{end}") for end in ("unfinished", "replaced"))
     if old.is_dir() and not os.path.lexists(target):  # killed between two renames
         old.rename(target)
@@ -82,7 +96,7 @@ def build_once(target: Path) -> Iterator[bool]:
         yield False
         return
     file = target.with_name(f".{target.name}.lock")
-    with _lock(file, -1.0, "folder, for models by QERL_CACHE"):
+    with _lock(file, -1.0, file.parent, "folder, for models by QERL_CACHE"):
         try:
             yield not target.is_dir()
         finally:
@@ -97,7 +111,7 @@ def locked(folder: Path) -> Iterator[None]:
         UserError: Another process has the lock, or the folder cannot be created or locked.
     """
     file, is_new = folder / ".lock", not folder.exists()
-    with _lock(file, 0.0, "trainer.default_root_dir"):
+    with _lock(file, 0.0, folder, "trainer.default_root_dir"):
         try:
             yield
         finally:
@@ -108,8 +122,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _lock(file: Path, timeout: float, another: str) -> Iterator[None]:
-    """Lock a file, waiting for up to `timeout` seconds, or without a limit if that is negative."""
+def _lock(file: Path, timeout: float, folder: Path, another: str) -> Iterator[None]:
+    """Lock a folder by a file, waiting for up to `timeout` seconds, or without a limit if that is negative."""
     with ExitStack() as stack:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +133,7 @@ def _lock(file: Path, timeout: float, another: str) -> Iterator[None]:
             rule = "only one process may write to a folder" if taken else "a folder to write to is locked first"
             reason = "another process uses it" if taken else error.strerror
             remedy = f"{'wait for its end, or ' if taken else ''}choose another {another}"
-            raise UserError(f"{rule}; {file.parent} cannot be locked ({reason}); {remedy}") from error
+            raise UserError(f"{rule}; {folder} cannot be locked ({reason}); {remedy}") from error
         yield
 
 
