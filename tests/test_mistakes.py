@@ -139,7 +139,7 @@ def test_an_evaluation_of_no_prompts_is_refused(
         "0",
     ]
     line = complaint(capsys, evaluation, "-c", QUICKSTART, *words)
-    assert line.endswith(f"qerl {evaluation} evaluates prompts; got trainer.{limit} 0; leave it out")
+    assert line.endswith(f"qerl {evaluation} evaluates prompts; got trainer.{limit} 0; set it to 1.0")
 
 
 def test_curves_of_an_earlier_command_stay(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

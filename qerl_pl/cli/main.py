@@ -354,7 +354,7 @@ class QeRLCLI(LightningCLI):
     def _evaluated(self, given: dict[str, Any]) -> dict[str, Any]:
         limit = f"limit_{'val' if self.subcommand == VALIDATE else 'test'}_batches"
         if getattr(self.trainer, limit) == 0:
-            raise UserError(f"qerl {self.subcommand} evaluates prompts; got trainer.{limit} 0; leave it out")
+            raise UserError(f"qerl {self.subcommand} evaluates prompts; got trainer.{limit} 0; set it to 1.0")
         options: dict[str, Any] = self._checkpoint(given)
         if options.get("ckpt_path", "") is None:
             raise UserError(
