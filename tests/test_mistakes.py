@@ -68,6 +68,10 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "off": ("--noise off", "noise does not take False; "),
     "text for a list": ("--rollout.sampling.stop END", "rollout.sampling.stop does not take END; correct it; see"),
     "file for a group": ("--rollout.environment game.py:Game", "rollout.environment.*game.py:Game.* see qerl fit"),
+    "null for a group's option": (
+        "--rollout.sampling null",
+        "^qerl: rollout.sampling is a mapping of keys; got null; set --rollout.sampling.KEY for some, or leave",
+    ),
     "value for a group": ({"trainer": 3}, "trainer is a mapping of keys; got 3; set its keys"),
     "choice": (
         "--model.policy.quantization int8",

@@ -37,6 +37,7 @@ _CLASS = re.compile(r"class_path[ =]'([\w.]+)'")
 _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULTILINE)
 
 _OF_AN_ENTRY = re.compile(r"NestedArg\(key='([\w.]+)'")
+_NO_GROUP = re.compile(r"Unable to load config '(.*?)'")
 _EXPECTED = re.compile(r"Expected a <class '(int|float|bool)'>")
 _OTHER_CLASS = re.compile(r"Import path (?:\S+ )?does not (implement protocol|correspond to a subclass of) (\w+)")
 _OTHER_REMEDIES = {
@@ -105,6 +106,8 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
         return f"there is no key {key}{f'; did you mean {nearest}?' if nearest not in (None, key) else ''}"
     if required := _REQUIRED.search(message):
         return f"{f'{place}.{required[1]}'.removeprefix('.')} needs a value; got none; set it"
+    if text := _NO_GROUP.search(message):
+        return f"{place} is a mapping of keys; got {text[1]:.80}; set --{place}.KEY for some, or leave it out"
     value = _VALUE.search(message, message.rfind("Parser key"))
     if not value:
         return textwrap.shorten(message.replace("  - ", ""), 250, placeholder=" ...")
