@@ -53,11 +53,11 @@ def _files_of_hub_folder(folder: Path, split: str, subset: str | None, key: str)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         splits, problem = {}, f"{' '.join(str(error).split()):.200}"
     files = splits.get(split, [])
-    places = sorted({os.path.relpath(file.parent, folder) for file in files})
-    if len(places) > 1:
+    parents = sorted({os.path.relpath(file.parent, folder) for file in files})
+    if len(parents) > 1:
         raise UserError(
             f"a data folder has the files of a split in one place; {folder} has those of {split} in "
-            f"{', '.join(places[:10])}; name one of these as data.subset, or as {key}"
+            f"{', '.join(parents[:10])}; name one of these as data.subset, or as {key}"
         )
     if not files:
         entries = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])

@@ -36,7 +36,7 @@ def atomic_directory(target: Path, replace: bool = False) -> Iterator[Path]:
     """A temporary folder beside `target` that is renamed to it when the block ends without an exception.
 
     What a killed process left is removed first. A kill between the two renames of a replacement leaves the old folder
-    under a hidden name, which the next process gives back.
+    under a hidden name, from which the next process restores it.
 
     Args:
         target: The folder to create.

@@ -65,8 +65,8 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         f"{part} {name}"
         for part, digests in one.items()
         if part != "rollouts"
-        for name, found in digests.items()
-        if other[part].get(name) != found
+        for name, value in digests.items()
+        if other[part].get(name) != value
     ]
 
 
@@ -75,8 +75,8 @@ def compare(one: Path, other: Path) -> str:
     first, second = lines(one), lines(other)
     common = sorted(first.keys() & second.keys())
     for rollouts in common:
-        if found := differences(first[rollouts], second[rollouts]):
-            return f"{len(common)} common rollouts; the first that differs is {rollouts}: {', '.join(found)}"
+        if names := differences(first[rollouts], second[rollouts]):
+            return f"{len(common)} common rollouts; the first that differs is {rollouts}: {', '.join(names)}"
     return f"{len(common)} common rollouts, all the same"
 
 
