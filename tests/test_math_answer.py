@@ -361,6 +361,7 @@ def test_hostile_answers_end_in_a_process_that_survives() -> None:
         samples = [answered("36/2"), *(answered(one + extra) for one in hostile), answered("36/2")]
         assert reward(samples) == [1.0, *[0.0] * len(hostile), 1.0]
         first = pid(reward)
+    assert reward([answered("36/3")]) == [0.0]  # by a worker that stays: the last hostile answer may end its own
     assert pid(reward) == first
     (worker,) = psutil.Process(first).children()
     assert worker.rlimit(psutil.RLIMIT_DATA) == (4 * 2**30, 4 * 2**30)
