@@ -168,7 +168,7 @@ class DialogueFacts:
     calls: int
     """Tool calls, or steps of the environment."""
     failed_calls: int
-    """Those that were malformed, raised, or took too long."""
+    """Calls that were malformed, raised, or took too long."""
     tool_seconds: float
     """Time of all calls."""
     messages: tuple[Mapping[str, Any], ...]
@@ -253,13 +253,13 @@ class TeacherStates:
     """Hidden states and output layer that give a teacher's next-token distributions at the M tokens that train."""
 
     hidden: Tensor
-    """Its last hidden states [M, D] at the positions that predict them, row by row."""
+    """The teacher's last hidden states [M, D] at the positions that predict these tokens, row by row."""
     index: Tensor
     """Row of `hidden` for each token, int64 [B, T]; -1 for those that do not train."""
     head: Tensor
-    """Its output layer [V, D]."""
+    """The teacher's output layer [V, D]."""
     soft_cap: float | None = None
-    """Of its logits; None for none."""
+    """Soft cap of the teacher's logits; None for none."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class Experience:
         return self.tokens.shape[0]
 
     def to(self, device: torch.device) -> "Experience":
-        """The same experience with its tensors on `device`, but those that stay on the CPU."""
+        """A copy with the tensors of the update on `device`; others stay on the CPU."""
         names = ("tokens", "lengths", "mask", "sampler_logprobs", "advantages", "truncated")
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
@@ -344,7 +344,7 @@ class Evaluation:
     prompts: Sequence[EvaluatedPrompt]
     name: str = ""
     """Name of the prompts' set; empty if there is only one set."""
-    tells_answers: bool = True
+    extracts_answers: bool = True
     """Whether the accuracy reward extracts answers, and not only grades completions."""
 
 

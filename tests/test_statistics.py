@@ -9,11 +9,11 @@ import torch
 from qerl_pl.evaluation.metrics import (
     bootstrap_interval,
     evaluation_tag,
+    k_values,
     majority_at_k,
     majority_is_right,
     pass_at_k,
     prompt_metrics,
-    sizes,
 )
 from qerl_pl.types import EvaluatedPrompt, GradedAnswer
 
@@ -61,8 +61,8 @@ def test_a_majority_of_fewer_is_the_mean_over_subsets() -> None:
     assert majority_at_k(many, 8, seed=1) == pytest.approx(exact, abs=0.08)
 
 
-def test_sizes_are_powers_of_two_and_all() -> None:
-    assert [sizes(n) for n in (1, 2, 4, 6, 16)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
+def test_k_values_are_powers_of_two_and_all() -> None:
+    assert [k_values(n) for n in (1, 2, 4, 6, 16)] == [[1], [1, 2], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8, 16]]
 
 
 def test_metrics_of_prompts() -> None:
@@ -81,7 +81,7 @@ def test_metrics_of_prompts() -> None:
         "truncated_frac": [0.5, 0],
         "unanswered_frac": [0.5, 0],
     }
-    assert found.keys() - prompt_metrics(prompts, tells_answers=False).keys() == {"maj@2", "unanswered_frac"}
+    assert found.keys() - prompt_metrics(prompts, extracts_answers=False).keys() == {"maj@2", "unanswered_frac"}
 
 
 def graded(**rewards: float | None) -> GradedAnswer:

@@ -101,7 +101,7 @@ COLUMNS = ["rollout", "prompt_id", "prompt", "completion", "reference", "reward"
 
 
 def _of_several_prompts(records: Sequence[CompletionRecord]) -> list[CompletionRecord]:
-    """Those that are logged: the first completion of each prompt, then the second of each, and so on."""
+    """Records in the order of logging: the first completion of each prompt, then the second of each, and so on."""
     seen: Counter[str] = Counter()
     order = []
     for index, record in enumerate(records):

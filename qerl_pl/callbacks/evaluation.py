@@ -58,7 +58,7 @@ class EvaluationReport(Callback, ChecksFirst):
 
     def __init__(self) -> None:
         self._prompts: dict[str, list[EvaluatedPrompt]] = {}
-        self._tells_answers = True
+        self._extracts_answers = True
         self._settings: dict[str, Any] = {}
         self._cache: _ProgressCache | None = None
         self._evaluator: Evaluator | None = None
@@ -84,7 +84,7 @@ class EvaluationReport(Callback, ChecksFirst):
         evaluation = batch.evaluation
         assert evaluation is not None
         self._prompts.setdefault(evaluation.name, []).extend(evaluation.prompts)
-        self._tells_answers = evaluation.tells_answers
+        self._extracts_answers = evaluation.extracts_answers
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: PromptBatch, batch_idx: int, *_: int
@@ -112,12 +112,12 @@ class EvaluationReport(Callback, ChecksFirst):
             self._cache = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same after an exception, when Lightning calls no teardown."""
+        """Close and detach after an exception, when Lightning calls no teardown."""
         self.teardown(trainer, pl_module, "")
 
     def _start(self, trainer: Trainer, module: LightningModule, loaders: Any) -> None:
         assert isinstance(module, QeRLModule) and isinstance(trainer.datamodule, PromptDataModule)  # type: ignore[attr-defined]
-        self._prompts, self._tells_answers = {}, True
+        self._prompts, self._extracts_answers = {}, True
         rollout = rollout_callback(trainer, "EvaluationReport")
         self._settings = _settings(module, rollout, trainer.datamodule)  # type: ignore[attr-defined]
         digest = _sha256(json.dumps(self._settings, sort_keys=True).encode())[:12]
@@ -146,7 +146,7 @@ class EvaluationReport(Callback, ChecksFirst):
         sets: dict[str, Any] = {}
         for name, prompts in self._prompts.items():
             metrics = {}
-            for metric, values in prompt_metrics(prompts, self._tells_answers).items():
+            for metric, values in prompt_metrics(prompts, self._extracts_answers).items():
                 seed = stream_seed(module.seed, "bootstrap", name, metric)
                 fractions = not metric.startswith(("length_mean", "reward_"))
                 low, high = bootstrap_interval(values, seed, fractions=fractions)

@@ -89,7 +89,7 @@ def flatten(settings: Any, key: str = "") -> dict[str, Any]:
 
     Args:
         settings: Contents of a YAML file.
-        key: Of these settings.
+        key: Key of these settings.
     """
     if isinstance(settings, list) and any(isinstance(item, dict) for item in settings):
         names = [_class_name(item) or str(index) for index, item in enumerate(settings)]

@@ -50,7 +50,7 @@ def measure_memory(
     Args:
         policy: Base and trained weights, and in full fine-tuning the reference policy.
         shared: Weights that the policy shares with the engine.
-        optimizers: Of the trained weights.
+        optimizers: Optimizers of the trained weights.
         engine: `RolloutEngine.memory_gib`.
     """
     held: list[Tensor] = []

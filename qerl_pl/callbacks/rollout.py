@@ -225,18 +225,18 @@ class RolloutCallback(Callback, SamplingCallback):
         self.collector = Collector(
             self.config, self.engine, tokenizer, module.objective, module.seed, ranks, dialogues, ends
         )
-        """Of training, from `setup` on."""
+        """Collects the rollouts of training; set from `setup` on."""
         self.collector.expected_lengths = self._expected_lengths
         self._rollouts = 0
         self.evaluator = Evaluator(self.eval_config, self.engine, tokenizer, module.seed, ranks, dialogues, ends)
-        """Of validation and test, from `setup` on."""
+        """Samples and scores in validation and test; set from `setup` on."""
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Free the engine at the end of a stage (fit, validate, test); the next one launches it again."""
         self.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """The same after an exception, when Lightning calls no teardown."""
+        """Free the engine after an exception, too, when Lightning calls no teardown."""
         self.close()
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ def tool_format_of(name: str, chat_template: str) -> ToolFormat:
     Args:
         name: `hermes`, `qwen3_coder`, `llama3_json`, or a regular expression with named groups, see `parse_pattern`;
             `auto` chooses one of the first three by the chat template.
-        chat_template: Of the policy.
+        chat_template: Chat template of the policy.
 
     Raises:
         UserError: The name is no format, or the chat template has none of the known ones.

@@ -58,14 +58,14 @@ SFT_CALLBACKS = {
     ),
     "checkpoint": CALLBACKS["checkpoint"],
 }
-"""The same of a module without rollouts."""
+"""Top-level keys of callbacks in supervised fine-tuning."""
 
 
 def module_class(args: Any) -> type[PolicyModule]:
     """The class that the last of the configurations and words names as `model.class_path`; QeRLModule by default.
 
     Args:
-        args: Of the command line, also parsed. What `-c` reads from a pipe is not looked at.
+        args: Arguments of the command line, also parsed ones. What `-c` reads from a pipe is not looked at.
 
     Raises:
         UserError: There is no such class, or it is no module of this package.
@@ -162,7 +162,7 @@ def refuse_moved_run(files: Sequence[Any] | None, root: Path) -> None:
     """Refuse RUN/config.yaml of a run that was moved, whose `trainer.default_root_dir` is where it was.
 
     Args:
-        files: Those that -c names.
+        files: Files that -c names.
         root: `trainer.default_root_dir` of this command.
 
     Raises:

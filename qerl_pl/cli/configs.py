@@ -106,8 +106,8 @@ def _check_node(node: yaml.Node, path: str, model: yaml.Node | None, above: tupl
     """
     if any(node is one for one in above):
         raise UserError(
-            f"an alias stands outside of what it repeats; {path}, line {node.start_mark.line + 1} has an anchor with "
-            "its own alias; write the values out"
+            f"a YAML anchor must not contain its own alias; {path}, line {node.start_mark.line + 1} has one that "
+            "does; write the values out"
         )
     above = (*above, node)
     if isinstance(node, yaml.SequenceNode):

@@ -43,7 +43,7 @@ from qerl_pl.policy.policy import PolicyConfig
 from qerl_pl.toy.tokenizer import VOCABULARY
 
 CARDS = (12, 16, 24, 32, 48, 80)
-"""GiB of the GPUs that the longest completion is said for where there is none."""
+"""Sizes in GiB of the GPUs that a dry run tells of on a machine without one."""
 CPU = torch.device("cpu")
 
 

@@ -56,7 +56,7 @@ def _saved_base(folder: Path, named: str | None) -> dict[str, Any] | None:
     """The contents of `BASE_FILE`; None for another program's adapter, which has none.
 
     Args:
-        folder: Of the adapter.
+        folder: Folder of the adapter.
         named: Base format that the user has named. The file of a downloaded adapter must not choose what code runs.
     """
     path = folder / BASE_FILE

@@ -276,7 +276,7 @@ class QeRLCLI(LightningCLI):
             if isinstance(error, UserError):
                 raise
             text = " ".join(str(error).split())
-            raise UserError(f"Lightning's Trainer refuses a key: {text:.240}; see qerl fit --help") from error
+            raise UserError(f"Lightning's Trainer refuses a key: {text:.480}; see qerl fit --help") from error
 
     def _callbacks(self, trainer: Namespace) -> list[Callback]:
         """`trainer.callbacks` and those of the other top-level keys; a list with a RolloutCallback is complete."""

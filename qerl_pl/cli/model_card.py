@@ -101,7 +101,7 @@ def serving_line(policy: PolicyConfig, merged: bool, base: str, folder: str, mul
     """The command that serves what was exported by vLLM.
 
     Args:
-        policy: Of what was exported.
+        policy: Settings of the exported policy.
         merged: Whether the adapter is merged into the base.
         base: Folder or hub name of the base in its format, or of the multimodal model that has it.
         folder: The exported folder.
@@ -138,7 +138,7 @@ def gguf_line(folder: str) -> str:
 
 
 def _serving_of_the_card(policy: PolicyConfig, merged: bool, name: str, multimodal: str | None, as_stored: bool) -> str:
-    """The same without folders of this machine: a base that is not used as it is stored is to be quantized anew."""
+    """Serving commands without local paths: a base that is not used as it is stored is to be quantized anew."""
     if multimodal is not None:
         return serving_line(policy, merged, _hub_name(multimodal) or "BASE", name, multimodal=True)
     source = _hub_name(policy.path) or "BASE"

@@ -14,7 +14,7 @@ from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
 from qerl_pl.formats.quantize import Device, quantize_checkpoint
-from qerl_pl.models.families import check_family, find_family, has_experts
+from qerl_pl.models.families import check_family, find_family
 from qerl_pl.models.folder import TensorFiles, copy_other_files, read_config
 from qerl_pl.runtime.files import atomic_directory, require_absent
 
@@ -124,12 +124,13 @@ def calibrate_checkpoint(
     if format not in SCHEMES:
         raise UserError(f"calibration is for {' and '.join(SCHEMES)}; got {format}; leave out --calibration")
     config = read_config(src)
-    if (family := find_family(config.get("model_type"))) is not None and family.delta_net is not None:
+    family = find_family(config.get("model_type"))
+    if family is not None and family.delta_net is not None:
         raise UserError(
             f"in_proj_qkv and in_proj_z must share one global scale, which llm-compressor gives each its own; {src} is "
             f"a {family.model_type}; leave out --calibration"
         )
-    if has_experts(config):
+    if family is not None and family.experts is not None:
         raise UserError(
             f"calibration quantizes linears, and transformers has a mixture's experts in none; {src} is a mixture of "
             "experts; leave out --calibration"

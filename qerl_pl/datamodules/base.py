@@ -266,7 +266,7 @@ class ResumableDataModule(LightningDataModule, ABC):
         )
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """The same object: callbacks fill in a batch of prompts, and Lightning would copy a dataclass."""
+        """Return the batch itself: callbacks fill in a batch of prompts, and Lightning would copy a dataclass."""
         return batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class Conversation:
     token_ids: Tensor
     """int32 [T]; as Python's numbers they would take nine times the memory."""
     trained: Tensor
-    """Of each token, whether the loss counts it, bool [T]; False for the first, which nothing predicts."""
+    """Whether the loss counts each token, bool [T]; False for the first, which nothing predicts."""
 
     def fingerprint(self) -> str:
         """Text of the row, equal in every process."""
@@ -113,7 +113,7 @@ class ConversationDataModule(ResumableDataModule):
         completion_only_loss: Train on the completion alone, of `messages` on the last message; false trains on the
             whole conversation.
         assistant_only_loss: Train on each message of the assistant instead.
-        settings: Of `ResumableDataModule`; the system prompt is that of rows with `question` and `answer`.
+        settings: Keyword arguments of `ResumableDataModule`. Only rows with question and answer get `system_prompt`.
     """
 
     _content = "training conversations"

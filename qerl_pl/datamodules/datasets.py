@@ -35,8 +35,8 @@ class TableDataModule(PromptDataModule):
         answer: Column of the reference answer, see TableConfig; null takes answer or solution if there is one. Only of
             a single table.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        settings: Of `PromptDataModule` and `ResumableDataModule`. Of a table that `val_size` would leave too few
-            prompts to train on, a fifth is held out.
+        settings: Keyword arguments of `PromptDataModule` and `ResumableDataModule`. Of a table that `val_size` would
+            leave too few prompts to train on, a fifth is held out.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GSM8KDataModule(TableDataModule):
         path: Hub name, a folder with train.jsonl and test.jsonl (or parquet), or a single file to train on.
         subset: Configuration of a hub data set or its folder; files have none.
         max_prompt_tokens: Limit of tokens, chat template included; longer prompts are dropped.
-        settings: Of `TableDataModule`.
+        settings: Keyword arguments of `TableDataModule`.
     """
 
     val_count = PromptDataModule.val_count
@@ -190,7 +190,7 @@ class BigMathDataModule(TableDataModule):
         path: Hub name, a folder with train.jsonl or train.parquet, or a single file.
         levels: Difficulties to keep, 1 (easy) to 5: the column level, or without it fifths of the solve rate (5 is
             below 0.2); rows without either are dropped. null keeps all.
-        settings: Of `TableDataModule`.
+        settings: Keyword arguments of `TableDataModule`.
     """
 
     val_count = PromptDataModule.val_count

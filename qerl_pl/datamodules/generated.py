@@ -17,7 +17,7 @@ class _GeneratedDataModule(PromptDataModule):
     Args:
         train_size: Problems of the training set.
         test_size: Problems of the test set, from the validation split.
-        settings: Of `PromptDataModule`.
+        settings: Keyword arguments of `PromptDataModule`.
     """
 
     task: ArithmeticTask | GuessingGame
@@ -47,7 +47,7 @@ class ArithmeticDataModule(_GeneratedDataModule):
 
     Args:
         task: Difficulty of the problems.
-        settings: Of `PromptDataModule`, `train_size` and `test_size`. The seed is of the order alone.
+        settings: Keyword arguments of `PromptDataModule`, `train_size` and `test_size`. The seed is of the order alone.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GuessingDataModule(_GeneratedDataModule):
     Args:
         game: Range of the numbers.
         system_prompt: The system message; null sends none.
-        settings: Of `PromptDataModule`, `train_size` and `test_size`. The seed is of the order alone.
+        settings: Keyword arguments of `PromptDataModule`, `train_size` and `test_size`. The seed is of the order alone.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ArithmeticConversations(ConversationDataModule):
         task: Difficulty of the problems.
         train_size: Problems of the training set.
         max_length: Limit of tokens; longer conversations are dropped, and counted in the log.
-        settings: Of `ConversationDataModule`. The seed is of the order alone.
+        settings: Keyword arguments of `ConversationDataModule`. The seed is of the order alone.
     """
 
     def __init__(

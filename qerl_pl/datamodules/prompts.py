@@ -33,7 +33,7 @@ class PromptDataModule(ResumableDataModule):
             own; `qerl validate` and `qerl test` then read no training rows.
         instruction: Text behind each question that is no list of messages, after a line break, such as how to write
             the answer; null adds none.
-        settings: Of `ResumableDataModule`.
+        settings: Keyword arguments of `ResumableDataModule`.
     """
 
     _content = "training prompts"

@@ -46,7 +46,7 @@ class SharedWeights:
     """Weights of the base model that engine and trainer share; valid as long as the engine lives."""
 
     linears: Mapping[str, FrozenWeight]
-    """By module name in the base model, such as "model.layers.0.self_attn.q_proj"."""
+    """Linears by module name in the base model, such as "model.layers.0.self_attn.q_proj"."""
     tensors: Mapping[str, Tensor]
     """16-bit tensors by their checkpoint name: embeddings and lm_head, not the norms, which carry noise."""
     experts: Mapping[str, StackedWeight] = field(default_factory=dict)

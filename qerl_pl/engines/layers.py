@@ -59,7 +59,7 @@ class SyncedRMSNorm(Float32RMSNorm):
 
 
 UNRECORDED = -1
-"""In place of an expert id: the trainer's own router selects."""
+"""Expert id of tokens without a recorded routing: the trainer's own router selects their experts."""
 
 
 class RoutingRecorder:
@@ -69,8 +69,8 @@ class RoutingRecorder:
         assert family.experts is not None
         config: Any = model.config
         self.layers = int(config.num_hidden_layers)
-        self.top_k = int(getattr(config, family.experts.top_k))
-        router = re.compile(rf"\.layers\.(\d+)\.{family.experts.module}\.{family.experts.router}$")
+        self.top_k = int(config.num_experts_per_tok)
+        router = re.compile(rf"\.layers\.(\d+)\.mlp\.{family.experts.router}$")
         self._last: dict[int, Tensor] = {}
         for name, module in model.named_modules():
             if (match := router.search(name)) is not None:

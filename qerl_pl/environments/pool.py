@@ -26,7 +26,7 @@ _CLOSE_FAILS = "close of an environment fails: %s"
 _REPEATS = "%s of an environment fails (%s): trying again for %g s"
 _DONE = "dialogue_done is true after reset, so that dialogues end at their first call; set it to False"
 BACKOFF = 3, 300.0
-"""Least repetitions of a failed `reset`, and least seconds for which it is repeated."""
+"""A failed `reset` is repeated at least this often, and for at least these seconds."""
 _MISSING_VARIABLE = re.compile(r"KeyError: '(\w+)'")
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ class EnvironmentPool:
 
         Args:
             row: Columns of the data, which `reset` takes by name.
-            seed: Of the worker's `random` and `numpy.random`, so that the environment does not depend on the worker.
+            seed: For the worker's `random` and `numpy.random`: the environment does not depend on the worker.
         """
         return Session(self, dict(row), seed)
 

@@ -151,7 +151,7 @@ class EvaluatorConfig:
         require_at_least(1, {"evaluation.samples": self.samples, "evaluation.batch": self.batch})
 
     @property
-    def tells_answers(self) -> bool:
+    def extracts_answers(self) -> bool:
         """Whether the accuracy reward extracts answers, and not only grades completions."""
         return isinstance(self.scorer.accuracy, AnswerReward)
 
@@ -204,7 +204,7 @@ class Evaluator:
         local = self._evaluate([prompts[index] for index in indices], name)
         self.engine.sleep()
         evaluated = gather_by_index(self.ranks, indices, local)
-        return Evaluation(evaluated, name, self.config.tells_answers)
+        return Evaluation(evaluated, name, self.config.extracts_answers)
 
     def _evaluate(self, prompts: Sequence[Prompt], name: str) -> list[EvaluatedPrompt]:
         samples = range(self.config.samples)

@@ -53,19 +53,19 @@ def majority_at_k(answers: Sequence[GradedAnswer], k: int, seed: int) -> float:
     return sum(map(majority_is_right, subsets)) / len(subsets)
 
 
-def sizes(samples: int) -> list[int]:
+def k_values(samples: int) -> list[int]:
     """The k of pass@k and maj@k: powers of two below n, and n."""
     return [*(2**power for power in range(samples.bit_length()) if 2**power < samples), samples]
 
 
-def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = True) -> dict[str, Tensor]:
+def prompt_metrics(prompts: Sequence[EvaluatedPrompt], extracts_answers: bool = True) -> dict[str, Tensor]:
     """Metrics of each of P prompts, float64 [P]; averaged over prompts they are the metrics of the set.
 
     A reward has fewer than P values, or no metric, if it applies to no sample of some prompts, or of any.
 
     Args:
         prompts: With S samples each.
-        tells_answers: Whether answers were extracted; without them there is neither maj@k nor "unanswered_frac".
+        extracts_answers: Whether answers were extracted; without them there is neither maj@k nor "unanswered_frac".
 
     Returns:
         "accuracy" of the greedy answers; of the samples pass@k, maj@k for k above 1, "reward_mean" of the weighted sum
@@ -77,17 +77,17 @@ def prompt_metrics(prompts: Sequence[EvaluatedPrompt], tells_answers: bool = Tru
         return _column([sum(getattr(one, name) for one in prompt.samples) / len(prompt.samples) for prompt in prompts])
 
     metrics = {"accuracy": _column([prompt.greedy.correct for prompt in prompts])}
-    ks = sizes(len(prompts[0].samples) if prompts else 1)
+    ks = k_values(len(prompts[0].samples) if prompts else 1)
     counts = [(len(prompt.samples), sum(sample.correct for sample in prompt.samples)) for prompt in prompts]
     for k in ks:
         metrics[f"pass@{k}"] = _column([pass_at_k(samples, correct, k) for samples, correct in counts])
-    for k in ks[1:] if tells_answers else ():
+    for k in ks[1:] if extracts_answers else ():
         metrics[f"maj@{k}"] = _column(
             [majority_at_k(one.samples, k, stream_seed("majority", one.prompt_id, k)) for one in prompts]
         )
     metrics |= _reward_means([prompt.samples for prompt in prompts])
     metrics |= {"length_mean": mean("tokens"), "truncated_frac": mean("truncated")}
-    if tells_answers:
+    if extracts_answers:
         metrics["unanswered_frac"] = _column(
             [sum(sample.answer is None for sample in one.samples) / len(one.samples) for one in prompts]
         )

@@ -16,9 +16,9 @@ from qerl_pl.models.folder import read_config
 from qerl_pl.runtime.import_path import load_named
 
 FORMATS: tuple[BaseFormat, ...] = (NVFP4Format(), MXFP4Format(), MXFP4StacksFormat(), NF4Format(), DENSE)
-"""Formats of a policy's base; of one name the first is that of linears."""
+"""Formats of a policy's base. Two may share a name: the first stores linears, the second stacked experts."""
 QUANTIZED = tuple(dict.fromkeys(one.name for one in FORMATS if one is not DENSE))
-"""Formats that `qerl quantize` writes."""
+"""Names of the 4-bit formats."""
 QUANTIZATIONS = (*QUANTIZED, DENSE.name)
 """Values of `model.policy.quantization` besides import paths."""
 _named: dict[str, BaseFormat] = {}

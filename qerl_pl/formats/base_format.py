@@ -114,7 +114,7 @@ class BaseFormat(ABC):
         return self.weight([place(held[name]) for name in names])
 
     def first_rows(self, linear: str, tensors: TensorFiles, rows: int, place: Place) -> FrozenWeight | None:
-        """As `frozen_weight`, of the first rows alone, a multiple of 64, which are all that is read."""
+        """Read the first rows of a linear's weight, a multiple of 64; otherwise as `frozen_weight`."""
         return self.frozen_weight(linear, tensors.first_rows(rows), place)
 
     def stacked_weight(
@@ -125,7 +125,7 @@ class BaseFormat(ABC):
         Args:
             experts: Names of each expert's linears, stacked by rows, such as gate and up.
             tensors: The checkpoint.
-            dtype: Of weights that are not quantized.
+            dtype: Data type of weights that are not quantized.
             place: Moves a tensor to its device.
         """
         raise UserError(
@@ -264,7 +264,7 @@ class StoredExperts:
         return [tuple(f"{self.stacked}.{expert}.{member}" for member in members) for expert in range(self.count)]
 
     def names(self) -> set[str]:
-        """Of the tensors in the checkpoint."""
+        """Names of the experts' tensors in the checkpoint."""
         if self.experts.stored_in_stacks:
             stacks = [self.base_format.stack_names(f"{self.stacked}.{matrix}") for matrix in (GATE_UP, DOWN)]
             return {*itertools.chain(*stacks), *(f"{self.stacked}.{bias}" for bias in BIASES)}
@@ -278,7 +278,7 @@ class StoredExperts:
         return self.base_format.stacked_weight(self._linears(matrix), self.tensors, dtype, place)
 
     def biases(self, dtype: torch.dtype, place: Place) -> dict[str, Tensor]:
-        """Of both matrices by the names in `BIASES`; empty where experts have none."""
+        """Biases of both matrices by the names in `BIASES`; empty if experts have none."""
         if not self.experts.stored_in_stacks:
             return {}
         return {bias: place(self.tensors.read(f"{self.stacked}.{bias}").to(dtype)) for bias in BIASES}

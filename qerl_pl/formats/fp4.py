@@ -57,7 +57,7 @@ class PackedFormat(BaseFormat):
     """Base class of NVFP4 and MXFP4: a linear X is stored as `X.weight_packed` and its scales."""
 
     compression: ClassVar[str]
-    """Its name in compressed-tensors."""
+    """Name of the format in compressed-tensors."""
     dtypes: ClassVar[tuple[tuple[str, ...], ...]]
     """Data types of a linear's tensors, in the order of `suffixes`."""
     stores_experts = True
@@ -182,7 +182,7 @@ MODELOPT = {"quant_method": "modelopt", "group_size": 16}
 _MIXED_OF_MODELOPT = "MIXED_PRECISION"
 _NVFP4_OF_MODELOPT = ("NVFP4", "W4A16_NVFP4")
 _FP8_OF_MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
-"""Its algorithms, the last of which it writes in small letters: of a checkpoint, or of layers and groups of them."""
+"""ModelOpt's algorithms for a checkpoint, a layer or a group of layers; the last is lower-case in its files."""
 _CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Settings of keys and values, which the policy and `VLLMEngine.kv_cache_dtype` choose."""
 _CACHE_SCALES = tuple(f"{one}_{kind}" for one in "qkv" for kind in ("scale", "zero_point", "bias"))
@@ -337,8 +337,8 @@ MXFP4_CONFIG = quantization_config("mxfp4-pack-quantized", 32, "group", "torch.u
 """`quantization_config` of an MXFP4 checkpoint."""
 
 
-class _Rounding(BaseFormat):
-    """Of matrices to MXFP4."""
+class _MXFP4Rounding(BaseFormat):
+    """Rounds matrices to MXFP4."""
 
     name = "mxfp4"
     block = 32
@@ -351,7 +351,7 @@ class _Rounding(BaseFormat):
         return MXFP4Weight(MXFP4Tensor(codes, scales)).dense(torch.float32)
 
 
-class MXFP4Format(_Rounding, PackedFormat):
+class MXFP4Format(_MXFP4Rounding, PackedFormat):
     """4-bit weights with a power of two for every 32 weights."""
 
     config = MXFP4_CONFIG
@@ -382,7 +382,7 @@ STACKS_CONFIG = {
 _STORED = ("_blocks", "_scales")
 
 
-class MXFP4StacksFormat(_Rounding, DenseFormat):
+class MXFP4StacksFormat(_MXFP4Rounding, DenseFormat):
     """4-bit experts in stacks, as gpt-oss is published; everything else in 16 bits."""
 
     config = STACKS_CONFIG

@@ -17,7 +17,7 @@ LOFTQ = "loftq"
 OVERSAMPLING = 16
 """Singular vectors beyond the rank in the randomized decomposition."""
 ITERATIONS = 4
-"""Of its subspace."""
+"""Power iterations of the randomized decomposition, `torch.svd_lowrank`."""
 _PREFIX = "base_model.model."
 
 

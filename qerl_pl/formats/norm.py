@@ -19,7 +19,7 @@ class Float32RMSNorm(nn.Module):
     Args:
         weight: [hidden].
         eps: Added to the mean square.
-        offset: Of the family: 0, or 1 where the norm multiplies by 1 + weight.
+        offset: Offset of the family's norms: 0, or 1 where the norm multiplies by 1 + weight.
     """
 
     def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:

@@ -214,7 +214,7 @@ def _device(name: Device) -> torch.device:
 
 
 def _quantization_config(quantizer: BaseFormat, family: Family) -> dict[str, Any]:
-    """That of the format; where it lists linears that stay in 16 bits, with those of the model's family."""
+    """`quantization_config` of the format, whose lists of 16-bit linears also name those of the model's family."""
     document = dict(quantizer.config)
     added = {"ignore": family.unquantized, "llm_int8_skip_modules": family.dense_linears}
     return document | {key: [*document[key], *names] for key, names in added.items() if key in document and names}

@@ -29,38 +29,33 @@ FUSED = (PROJECTIONS[:3], PROJECTIONS[4:6], DELTA_NET[:2], DELTA_NET[2:4])
 class Experts:
     """The mixture of experts in place of a layer's MLP: y = sum over the top-k experts e of p_e(x) expert_e(x).
 
-    The defaults are Qwen3's. Its checkpoints store every expert as an MLP of its own, `experts.E.gate_proj.weight` and
-    so on; transformers stacks them on loading.
+    Its submodule `experts` has the stacks `gate_up_proj` [experts, 2 I, hidden] and `down_proj` of all experts. The
+    defaults are Qwen3's, whose checkpoints store every expert as an MLP of its own, `experts.E.gate_proj.weight` and so
+    on; transformers stacks them on loading.
     """
 
-    module: str = "mlp"
-    """The mixture's name in its layer."""
     block: str = "SparseMoeBlock"
-    """Transformers' class of it, after the family's `classes`."""
-    stacked: str = "experts"
-    """Its submodule with all experts: the stacks `gate_up_proj` [experts, 2 I, hidden] and `down_proj`."""
+    """Name of its class in transformers, after the prefix in the family's `classes`."""
     stored_in_stacks: bool = False
-    """Whether checkpoints store these stacks, transposed, with interleaved rows of gates and ups, and biases
+    """Whether checkpoints store the stacks, transposed, with interleaved rows of gates and ups, and biases
     `gate_up_proj_bias` [experts, 2 I] and `down_proj_bias`."""
     published_in_stacks: bool = False
-    """Whether published checkpoints have these stacks as transformers has them: `TensorFiles` reads each expert by
+    """Whether published checkpoints have the stacks as transformers has them: `TensorFiles` reads each expert by
     itself, and 4-bit checkpoints store it so."""
     clamped: bool = False
     """Whether act(gate) * up is `qerl_kernels.clamped_swiglu`, with the submodule's `alpha` and `limit`."""
     router: str = "gate"
-    """Its submodule with `weight` [experts, hidden] and `top_k`. It stays in 16 bits."""
+    """Submodule with `weight` [experts, hidden] and `top_k`. It stays in 16 bits."""
     softmax_after_topk: bool = False
     """Whether p is the softmax over the top-k experts' logits, with the router's `bias` if it has one. Otherwise it is
     the softmax over all, divided by the top-k sum if the router's `norm_topk_prob` is true."""
     returns_topk_weights: bool = False
     """Whether the mixture also returns p."""
     shared: str | None = None
-    """Its submodule, if any, with an MLP that all tokens are given to, which LoRA adapts. The sigmoid of a linear with
+    """Submodule with the shared expert, if any: an MLP for all tokens, which LoRA adapts. The sigmoid of a linear with
     one row, named "…_gate", multiplies its result; the key for its width is "…_intermediate_size"."""
     count: str = "num_experts"
     """Key of config.json for the number of experts."""
-    top_k: str = "num_experts_per_tok"
-    """Key for the number of experts of a token."""
     intermediate_size: str = "moe_intermediate_size"
     """Key for the width of an expert."""
 
@@ -122,7 +117,7 @@ class Family:
     assumed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Keys of config.json with the values that the policy computes, where they are given."""
     experts: Experts | None = None
-    """Of a mixture of experts. Its linears are not among `projections`: they are frozen."""
+    """Mixture of experts; None for a dense MLP. Its linears are not among `projections`: they are frozen."""
     attention_in_vllm: str = "self_attn"
     """Name of a layer's attention in vLLM's model; here it is self_attn."""
     embedding_in_vllm: str = "embed_tokens"
@@ -139,7 +134,7 @@ class Family:
     @property
     def unquantized(self) -> tuple[str, ...]:
         """Linears of a layer that a 4-bit checkpoint stores in 16 bits, as entries of compressed-tensors' `ignore`."""
-        router = () if self.experts is None else (rf"{self.experts.module}\.{self.experts.router}",)
+        router = () if self.experts is None else (rf"mlp\.{self.experts.router}",)
         parent = {name: self.delta_net if name in DELTA_NET else "mlp" for name in self.dense_linears}
         return tuple(f"re:.*{name}$" for name in (*router, *(rf"{parent[name]}\.{name}" for name in parent)))
 
@@ -170,7 +165,7 @@ class Family:
         """Elements of a token's gates (or ups) in one layer, without a shared expert's, and its experts, 0 for none."""
         if self.experts is None:
             return int(config.intermediate_size), 0
-        top_k = int(getattr(config, self.experts.top_k))
+        top_k = int(config.num_experts_per_tok)
         return top_k * int(getattr(config, self.experts.intermediate_size)), top_k
 
 
@@ -284,7 +279,7 @@ FAMILIES = (
 )
 
 NOT_COMPUTED: Mapping[str, str] = {"qwen3_next": "gated delta nets whose linears are fused otherwise than Qwen3.5's"}
-"""By `model_type`, what the update would have to compute for a family, so that an entry in `FAMILIES` is not enough."""
+"""What is not computed for a family, so that an entry in `FAMILIES` is not enough, by `model_type`."""
 
 
 def find_family(model_type: str | None) -> Family | None:
@@ -347,19 +342,10 @@ def check_family(config: Mapping[str, Any], source: object) -> Family:
     return family
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Whether the layers of a model, by its config.json, are a mixture of experts of a known family."""
-    return _experts(config) is not None
-
-
-def _experts(config: Mapping[str, Any]) -> Experts | None:
-    family = find_family(config.get("model_type"))
-    return None if family is None else family.experts
-
-
 def check_expert_names(config: Mapping[str, Any], names: Iterable[str], source: object) -> None:
     """Raise UserError if a tensor of `names` is a stack of experts although the family stores them one by one."""
-    experts = _experts(config)
+    family = find_family(config.get("model_type"))
+    experts = None if family is None else family.experts
     if experts is None or experts.stored_in_stacks or experts.published_in_stacks:
         return
     stack = next((name for name in names if re.search(r"\.experts\.\D", name)), None)

@@ -24,7 +24,7 @@ QUANTIZATION_REPORT = "quantization_report.json"
 """File of a quantized checkpoint with the error of each matrix."""
 SHARD_BYTES = 4 * 2**30
 BATCH_ELEMENTS = 2**26
-"""Of tensors that are read at once: opening a file of all experts takes 0.1 s, for its header has 50 000 entries."""
+"""Elements that are read at once: opening a file of all experts takes 0.1 s, for its header has 50 000 entries."""
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MODELOPT = "hf_quant_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -148,7 +148,7 @@ def _packed_names(names: Mapping[str, str]) -> dict[str, str]:
 
 
 _FP8_METHODS = ("compressed-tensors", "modelopt")
-"""Of a checkpoint in which `X.weight_scale` beside `X.weight` is a factor of 8-bit codes."""
+"""`quant_method` of checkpoints in which `X.weight_scale` beside `X.weight` is a factor of 8-bit codes."""
 _FP8_BLOCK = 128
 """Rows, and columns, of a weight in FP8 that share a scale, where blocks have one."""
 
@@ -196,7 +196,7 @@ class TensorFiles:
         self.skipped = sorted(files.keys() - {*self._stored.values(), *self._scales.values()})
         """Stored names of tensors that are no part of the text model."""
         self._parts: dict[str, tuple[int, int, int]] = {}
-        """Of tensors that are part of a stack: expert, first row, and the row after the last."""
+        """Places of tensors within a stack: expert, first row, and the row after the last."""
         family = find_family((config.get("text_config") or config).get("model_type"))
         if family is not None and family.experts is not None and family.experts.published_in_stacks:
             self._unstack()
@@ -265,7 +265,7 @@ class TensorFiles:
             return self._read(file, name)
 
     def read_all(self, names: Collection[str]) -> dict[str, Tensor]:
-        """As `read`, of several tensors; each file is opened once."""
+        """Several tensors, as by `read`; each file is opened once."""
         self.require(names)
         found: dict[str, Tensor] = {}
         for file_name in sorted({self._files[name] for name in names}):
@@ -298,7 +298,7 @@ class TensorFiles:
             return part[: self._rows] if dims == 2 else part[:, : self._rows]
 
     def first_rows(self, rows: int) -> "TensorFiles":
-        """The same files, of whose matrices [N, ...] and stacks [E, N, ...] only the first rows are read."""
+        """A view of these files that reads only the first rows of matrices [N, ...] and stacks [E, N, ...]."""
         some = copy.copy(self)
         some._rows = rows
         return some

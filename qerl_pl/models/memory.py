@@ -14,14 +14,14 @@ GIB = 2**30
 MASTER = GRADIENT = 4
 """Bytes of a float32 master weight, and of its gradient."""
 SPARE_TOKENS = 32
-"""Of vLLM's cache beside its longest sequence: a block of 16 that it reserves, and one that may not be full.
+"""Tokens of vLLM's cache beyond its longest sequence: a block of 16 that it reserves, and one that may not be full.
 
-In a cache that fits a sequence exactly it would wait for the reserved block forever."""
+In a cache that fits a sequence exactly, vLLM's scheduler would wait for the reserved block forever."""
 SAMPLE = 512
 """Side of the matrices that an optimizer is measured on: 8-bit ones keep small ones in 32 bits, paged ones unpaged."""
 
 BLOCK_BYTES = 32 * 2**20
-"""Of a pinned block, a power of two: PyTorch's allocator of pinned memory rounds up to one."""
+"""Bytes of a pinned block, a power of two: PyTorch's allocator of pinned memory rounds up to one."""
 
 
 def held_gib(tensors: Iterable[Tensor]) -> float:
@@ -51,7 +51,7 @@ def free_cpu_bytes() -> int:
 
 
 def pinned_bytes(layers: int, hidden_size: int, tokens: int, dtype: torch.dtype) -> int:
-    """Of the CPU's memory for the inputs of a decoder's layers and of its last norm, in whole blocks."""
+    """Pinned memory for the inputs of a decoder's layers and of its last norm, in whole blocks."""
     blocks = -(-hidden_size * tokens * dtype.itemsize // BLOCK_BYTES)
     return (layers + 1) * blocks * BLOCK_BYTES
 
@@ -116,5 +116,5 @@ def _state_bytes(make: Callable[[Iterable[nn.Parameter]], Optimizer], device: to
 
 
 def _requested_bytes(device: torch.device) -> int:
-    """Of PyTorch's tensors on a GPU, without the allocator's rounding."""
+    """Bytes of PyTorch's tensors on a GPU, without the allocator's rounding."""
     return int(torch.cuda.memory_stats(device)["requested_bytes.all.current"]) if device.type == "cuda" else 0

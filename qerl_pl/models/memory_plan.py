@@ -20,7 +20,7 @@ from qerl_pl.models.memory import GIB, GRADIENT, MASTER, pinned_bytes
 from qerl_pl.models.shape import Shape
 
 SAFETY_FACTOR = 1.1
-"""Of activations where a mode is chosen by them: for fragmentation and small tensors."""
+"""Factor on estimated activations where "auto" chooses a mode: for fragmentation and small tensors."""
 SMS = 132
 """Streaming multiprocessors of an H100 or H200, which flash attention's deterministic backward pass fills."""
 CUDA_CONTEXT_GIB = 0.81
@@ -47,11 +47,11 @@ class MicroBatch:
     sequences: int = 1
     dtype: torch.dtype = torch.bfloat16
     checkpointing: bool | str = True
-    """As `PolicyConfig.gradient_checkpointing`, but not "auto"."""
+    """A value of `PolicyConfig.gradient_checkpointing` other than "auto"."""
     mlp_tile_tokens: int | None = None
     train_norms: bool = False
     rank: int = 0
-    """Of the adapter; 0 without one."""
+    """Rank of the adapter; 0 without one."""
     full_finetuning: bool = False
 
 
@@ -63,7 +63,7 @@ def saved_bytes(shape: Shape, batch: MicroBatch) -> int:
 
 
 def _saved_bytes(shape: Shape, batch: MicroBatch) -> int:
-    """The same of layers with heads alike."""
+    """What layers with equal heads save for the backward pass."""
     size, tokens = batch.dtype.itemsize, batch.tokens
     if batch.checkpointing == "selective":
         attention = (1 + shape.gated) * shape.q_dim + (1 + shape.has_v) * shape.kv_dim
@@ -177,7 +177,7 @@ def working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
 
 
 def _working_bytes(shape: Shape, batch: MicroBatch) -> dict[str, int]:
-    """The same where the last layer is of a kind."""
+    """`working_bytes` of a model whose last layer has this shape."""
     size, tokens, width, hidden = batch.dtype.itemsize, batch.tokens, shape.intermediate_size, shape.hidden
     mixer = max(_attention(shape, batch), _delta_net(shape, batch))
     recomputed = 0 if batch.checkpointing is False else _recomputed(shape, batch, mixer)
@@ -227,7 +227,7 @@ class RunMemory:
 
     @property
     def peak(self) -> float:
-        """Of the GPU, in bytes."""
+        """Peak of the GPU's memory, in bytes."""
         return max(sum(self.rollout.values()), sum(self.update.values()))
 
     def table(self) -> list[tuple[str, float, float]]:
@@ -245,11 +245,11 @@ class RunPlan:
     batch: MicroBatch
     """The longest micro-batch."""
     micro_batches: int = 1
-    """Of an optimizer step."""
+    """Micro-batches of an optimizer step."""
     quantization: str = "nvfp4"
     targets: tuple[str, ...] = PROJECTIONS
     state_bytes: float = 8.0
-    """Of the optimizer, for each trained weight."""
+    """Bytes of the optimizer's state for each trained weight."""
     step_bytes: float = 4.0
     """In addition during a step: `torch.optim.AdamW` takes the roots of all second moments at once."""
     engine: bool = True
@@ -261,11 +261,11 @@ class RunPlan:
     """Whether the engine's copy has 16 bits (`TransformersEngine`)."""
     kv_cache_gib: float = 4.0
     kv_dtype: torch.dtype | None = None
-    """Of keys and values; None for that of the activations."""
+    """Data type of keys and values; None for that of the activations."""
     sleeps: bool = True
     """Whether the engine releases keys and values during the update."""
     prompt_tokens: int = PREFILL_TOKENS
-    """Of a rollout's prompts together."""
+    """Tokens of all prompts of a rollout."""
     prefill_tokens: int = PREFILL_TOKENS
     """Most tokens of the engine's forward pass."""
     max_num_seqs: int = 256

@@ -29,12 +29,12 @@ class DeltaNets:
     """Sizes of a model's gated delta nets."""
 
     layers: tuple[int, ...]
-    """Those that have one in place of attention."""
+    """Indices of layers with a gated delta net in place of attention."""
     keys: int
     """Elements of a token's queries, or keys."""
     values: int
     heads: int
-    """Of the values."""
+    """Heads of the values."""
     key_size: int
     """Elements of a head of the keys."""
     width: int
@@ -47,7 +47,7 @@ class DeltaNets:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "DeltaNets":
-        """Those of config.json."""
+        """Sizes of the gated delta nets of a config.json."""
         heads, key_size = config.linear_num_value_heads, config.linear_key_head_dim
         return cls(
             tuple(i for i, kind in enumerate(config.layer_types) if kind == "linear_attention"),
@@ -59,7 +59,7 @@ class DeltaNets:
         )
 
     def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of a sequence in one layer: the state in float32, and the convolution's last tokens."""
+        """Bytes of a sequence's state in one layer: float32, and the convolution's last tokens."""
         return 4 * self.values * self.key_size + (self.width - 1) * self.mixed * dtype.itemsize
 
 
@@ -83,7 +83,7 @@ class Shape:
     head_norms: bool
     """Whether queries and keys have norms."""
     experts: int = 0
-    """Of a layer; 0 for a dense MLP."""
+    """Experts of a layer; 0 for a dense MLP."""
     top_k: int = 0
     """Experts that a token is given to; 0 for a dense MLP."""
     dense_attention: bool = False
@@ -105,7 +105,7 @@ class Shape:
     """Whether attention has a linear v; otherwise its values are its keys."""
     delta: DeltaNets | None = None
     full: "Shape | None" = None
-    """Of the layers with full attention alone, where their heads are not those of the others."""
+    """Shape of the layers with full attention, if their heads differ from the others'; None otherwise."""
     full_layers: tuple[int, ...] = ()
     """Indices of these layers."""
     shared_size: int = 0
@@ -113,7 +113,7 @@ class Shape:
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> "Shape":
-        """That of config.json."""
+        """Shape of a config.json."""
         family = family_of(config.model_type)
         if family.keys_as_values is None:
             return cls._of_heads(config, config)
@@ -131,7 +131,7 @@ class Shape:
 
     @classmethod
     def _of_heads(cls, config: PretrainedConfig, layer: Any) -> "Shape":
-        """That of a model with the heads of a layer's config."""
+        """Shape of a model whose heads are those of one layer's config."""
         heads, family = config.num_attention_heads, family_of(config.model_type)
         size = getattr(layer, "head_dim", None) or config.hidden_size // heads
         intermediate_size, top_k = family.mlp_widths(config)
@@ -165,14 +165,14 @@ class Shape:
 
     @property
     def kinds(self) -> tuple["Shape", ...]:
-        """Of layers with heads alike: this one, or that of layers with a window and that of those without."""
+        """Shapes of the groups of layers with equal heads: one, or two if full attention has its own."""
         if self.full is None:
             return (self,)
         others = replace(self, full=None, full_layers=(), layers=self.layers - self.full.layers)
         return (others, self.full) if others.layers else (self.full,)
 
     def of_layer(self, index: int) -> "Shape":
-        """That with the heads of a layer."""
+        """Shape of one layer."""
         return self.full if self.full is not None and index in self.full_layers else self
 
     @property
@@ -199,12 +199,12 @@ class Shape:
 
     @property
     def linear_weights(self) -> int:
-        """Of all layers, with all experts."""
+        """Weights of the linears of all layers, with all experts."""
         return self.attention_weights + self.mlp_weights
 
     @property
     def attention_weights(self) -> int:
-        """Of the linears of all layers' attention, or gated delta net."""
+        """Weights of the linears of all layers' attention, or gated delta net."""
         attention = sum((kind.layers - kind.delta_layers) * kind._weights(PROJECTIONS[:4]) for kind in self.kinds)
         return attention + self.delta_layers * self._weights(DELTA_NET)
 
@@ -214,7 +214,7 @@ class Shape:
 
     @property
     def mlp_weights(self) -> int:
-        """Of all layers' MLPs, or of all experts."""
+        """Weights of all layers' MLPs, or of all experts."""
         routed = self.intermediate_size - self.shared_size
         width = self.shared_size + (routed // self.top_k * self.experts if self.experts else routed)
         return self.layers * 3 * self.hidden * width
@@ -246,8 +246,8 @@ class Shape:
         Beside states vLLM (0.30) allocates keys and values in blocks of their size.
 
         Args:
-            tokens: Of the sequence.
-            dtype: Of keys and values.
+            tokens: Tokens of the sequence.
+            dtype: Data type of keys and values.
             under_way: Tokens of the engine's forward passes, which vLLM (0.30, `SlidingWindowSpec`) holds beside the
                 window, and counts when it starts.
         """
@@ -265,7 +265,7 @@ class Shape:
         return 0 if self.delta is None else self.delta_layers * self.delta.state_bytes(dtype)
 
     def adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
-        """Of A and B on the linears that these targets name."""
+        """Weights of A and B on the linears that these targets name."""
         count = 0
         for index, linears in enumerate(self._adapted(targets)):
             sizes = self.of_layer(index).linears
@@ -273,7 +273,7 @@ class Shape:
         return rank * count
 
     def engine_adapter_weights(self, rank: int, targets: Sequence[str] = PROJECTIONS) -> int:
-        """As the vLLM engine holds them: each B of a fused projection over all of its ranks, zero outside its own."""
+        """Weights of A and B in the vLLM engine, where each B of a fused projection has all of its ranks."""
         return sum(rank * count * (rows + columns) for count, rows, columns in self._fused(targets))
 
     def merged_weights(self, targets: Sequence[str]) -> int:
@@ -281,7 +281,7 @@ class Shape:
         return sum(rows * columns for count, rows, columns in self._fused(targets) if count)
 
     def _fused(self, targets: Sequence[str]) -> Iterator[tuple[int, int, int]]:
-        """Of each fused projection the number of adapted parts, its rows and its columns."""
+        """For each fused projection, the number of adapted parts, its rows and its columns."""
         groups = [PROJECTIONS[:3], PROJECTIONS[3:4], PROJECTIONS[4:6], PROJECTIONS[6:]]
         groups += [] if self.delta is None else [DELTA_NET[:2], DELTA_NET[2:4], DELTA_NET[4:]]
         for index, adapted in enumerate(self._adapted(targets)):

@@ -19,7 +19,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.1}
 """Arguments of the default optimizer."""
 
 SETTING_TYPES = bool, int, float, str, dict
-"""Of a schedule's settings; lists are of learning rates."""
+"""Types of a schedule's settings; a list holds learning rates."""
 
 Schedule = str | Callable[[Optimizer], Any]
 """Name of a schedule of transformers, or what makes one of the optimizer, with settings of its own."""

@@ -54,7 +54,7 @@ class QeRLModule(PolicyModule):
         share_prompts: The update computes a prompt once for the completions of it that a micro-batch has. Changes the
             rounding of log-probabilities and gradients; on a GPU FlashAttention 2 computes attention then. Without
             effect on models with more than full attention: sliding windows, soft caps, sinks, gated delta nets.
-        settings: Of `PolicyModule`.
+        settings: Keyword arguments of `PolicyModule`.
     """
 
     kind = "reinforcement learning"
@@ -209,7 +209,7 @@ class QeRLModule(PolicyModule):
         evaluation = _filled_in(batch.evaluation, "validation")
         # Tags have the set's name; Lightning would add the loader's index.
         options: dict[str, Any] = {"batch_size": len(evaluation.prompts), "add_dataloader_idx": False}
-        for kind, values in prompt_metrics(evaluation.prompts, evaluation.tells_answers).items():
+        for kind, values in prompt_metrics(evaluation.prompts, evaluation.extracts_answers).items():
             tag = evaluation_tag(stage, evaluation.name, kind)
             mean = self._means.setdefault(tag, MeanMetric(sync_on_compute=False).to(self.device))  # every rank has all
             mean.update(values.float())

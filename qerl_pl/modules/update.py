@@ -43,7 +43,10 @@ def sampled_indices(share: float, completions: int, seed: int) -> Tensor:
 
 
 def local_rows(wanted: Tensor, indices: Tensor, completions: int) -> Tensor:
-    """Rows of the `wanted` completions on this rank, in their order; `indices` [B] are its rows' among all ranks'."""
+    """Rows of the `wanted` completions on this rank, in their order.
+
+    `indices` [B] are the indices of this rank's rows among all ranks' completions.
+    """
     row_of = torch.full((completions,), -1, device=indices.device)
     row_of[indices] = torch.arange(len(indices), device=indices.device)
     rows = row_of[wanted.to(indices.device)]
@@ -112,7 +115,7 @@ class PolicyUpdate:
         Args:
             policy: In training.
             experience: This rank's completions, on the policy's device.
-            optimizer: Of the policy's trained parameters.
+            optimizer: Optimizer of the policy's trained parameters.
             schedule: Learning rate by optimizer steps.
             backward: Adds a loss's gradients to the parameters'; in a LightningModule its `manual_backward`.
             ranks: All training processes.
@@ -168,13 +171,13 @@ class RunningUpdate:
         self.mask = self.objective.training_mask(experience.mask, experience.truncated)
         """Tokens that train, bool [B, T]."""
         self.has_gradient = (experience.advantages != 0) | self.objective.has_other_terms
-        """Of this rank's rows, bool [B]; the others are not computed, and count in the loss's denominator alone."""
+        """Rows of this rank that have a gradient, bool [B]; others count in the loss's denominator alone."""
         self.indices, self.token_counts = self._gather_indices()
         """Indices of this rank's rows among all ranks' completions [B]; trained tokens of all completions [N]."""
         self.completions = len(self.token_counts)
         shared = settings.share_prompts and policy.shares_prompts
         self.prompts = Prompts.of(experience.tokens, self.mask) if shared else None
-        """Of this rank's rows, where they are computed once."""
+        """Prompts of this rank's rows if each is computed once; None if every row computes its own."""
         self.old = torch.zeros_like(experience.sampler_logprobs)
         """Log-probabilities by the policy before the update [B, T]; the first step fills in its own rows."""
         self.reference: Tensor | None = None

@@ -36,7 +36,7 @@ T = TypeVar("T")
 Checkpointing = bool | Literal["selective", "offload", "auto"]
 Tiles = int | Literal["auto"] | None
 MODES: tuple[Checkpointing, ...] = (False, "selective", True, "offload")
-"""Those that "auto" takes, from the fastest to the one that needs the least memory."""
+"""Modes that "auto" tries, from the fastest to the one that needs the least memory."""
 TILE_TOKENS = 4096
 """`mlp_tile_tokens` where "auto" takes tiles."""
 
@@ -46,7 +46,7 @@ class MemorySettings(NamedTuple):
 
     mode: Checkpointing
     tile_tokens: int | None = None
-    """As `PolicyConfig.mlp_tile_tokens`, but not "auto"."""
+    """Tokens of an MLP's tile; None for no tiles."""
 
 
 def candidate_settings(mode: Checkpointing, tiles: Tiles, can_tile: bool) -> tuple[MemorySettings, ...]:
@@ -71,7 +71,7 @@ class ActivationCheckpointing:
         base: The causal LM, its adapter attached.
         requested: One of `MODES`, or "auto": every layer is checkpointed until `choose_mode` is called.
         has_dropout: Whether recomputation must restore random states.
-        dtype: Of activations; the parameters may be float32 master weights.
+        dtype: Data type of activations; the parameters may be float32 master weights.
         mlp_tile_tokens: As `PolicyConfig.mlp_tile_tokens`.
         reference: A second model, whose MLPs are tiled alike.
 
@@ -134,7 +134,7 @@ class ActivationCheckpointing:
         """Choose, once, the first settings for which a micro-batch fits every rank. Collective.
 
         Args:
-            tokens: Of the largest micro-batch.
+            tokens: Tokens of the largest micro-batch.
             ranks: All training processes.
             max_seqlen: Tokens of its longest sequence; None takes all of them for one sequence.
         """
@@ -189,12 +189,12 @@ class ActivationCheckpointing:
         return int(SAFETY_FACTOR * activations) + gradients + states
 
     def _pinned_bytes(self) -> int:
-        """Of the CPU's memory that "offload" takes, as if every rank ran on this machine."""
+        """Bytes of pinned memory that "offload" takes, as if every rank ran on this machine."""
         config = self._base.config
         return self._ranks * pinned_bytes(config.num_hidden_layers, config.hidden_size, self._tokens, self._dtype)
 
     def _allowed(self, candidates: Sequence[MemorySettings], offloads: bool) -> list[MemorySettings]:
-        """Those that the CPU's memory allows, without tiles of "auto" that cut no micro-batch so far."""
+        """Candidates that fit into the CPU's memory, without tiles of "auto" that cut no micro-batch so far."""
         largest = self._tokens if self._is_named_by_tiles else math.inf
         cut = [one for one in candidates if one.tile_tokens is None or one.tile_tokens < largest]
         return [one for one in cut if offloads or one.mode != "offload"]

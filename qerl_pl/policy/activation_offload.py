@@ -106,14 +106,14 @@ class ActivationOffload(saved_tensors_hooks):
     """Inside the block, a forward pass of a decoder whose layers are checkpointed, their inputs are saved on the CPU.
 
     Args:
-        hidden_size: Of the decoder; tensors [1, tokens, hidden_size] are inputs of layers or of the last norm.
-        dtype: Of activations.
+        hidden_size: Width of the decoder; tensors [1, tokens, hidden_size] are inputs of layers or of the last norm.
+        dtype: Data type of activations.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype) -> None:
         self.hidden_size, self.dtype = hidden_size, dtype
         self.blocks: PinnedBlocks | None = None
-        """Of the first tensor's device."""
+        """Pinned memory, allocated with the first tensor that is offloaded."""
         self._last: OffloadedTensor | None = None
         self._copying: Tensor | None = None
         super().__init__(self.pack, self.unpack)

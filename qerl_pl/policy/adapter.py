@@ -137,7 +137,7 @@ def read_adapter(path: str, key: str = "model.policy.adapter", layers: int | Non
     Args:
         path: Folder, or name on the hub, from where it is downloaded once.
         key: Configuration key of the path, for error messages.
-        layers: Of the base; by default those of the base that it was trained on, if that is a folder here.
+        layers: Number of the base's layers; by default of the base that it was trained on, if that is a folder here.
 
     Raises:
         UserError: There is no such adapter, a file is missing or damaged, or it is no plain LoRA.

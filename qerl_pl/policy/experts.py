@@ -38,8 +38,8 @@ class PackedExperts(nn.Module):
     The top-k weights stay in float32, as in vLLM.
 
     Args:
-        block: Of transformers; its router is used.
-        experts: Of the family.
+        block: The mixture as transformers computes it; its router is used.
+        experts: Names and rules of the family's mixture.
         weights: `gate_up_proj` and `down_proj` of all experts, by those names.
         own: Whether the weights' tensors are registered as parameters; those of an engine are not.
         activation: act(gate) * up.
@@ -147,11 +147,11 @@ def use_packed_experts(
     """Replace the mixtures of experts of a model on the meta device by `PackedExperts`, in place.
 
     Args:
-        model: Of transformers.
+        model: A decoder of transformers.
         family: Its family.
-        base_format: Of the checkpoint.
+        base_format: Format of the checkpoint.
         tensors: The checkpoint.
-        dtype: Of weights that are not quantized.
+        dtype: Data type of weights that are not quantized.
         place: Makes a tensor a frozen parameter on its device.
         shared: Weights of an engine by module name and matrix, "model.layers.0.mlp.experts.gate_up_proj".
 
@@ -163,8 +163,8 @@ def use_packed_experts(
     state: dict[str, Tensor] = {}
     loaded: set[str] = set()
     for name, block in expert_blocks(model, family).items():
-        stacked = f"{name}.{family.experts.stacked}"
-        all_experts = block.get_submodule(family.experts.stacked)
+        stacked = f"{name}.experts"
+        all_experts = block.get_submodule("experts")
         activation = _activation(family.experts, all_experts, name)
         count = all_experts.get_parameter(GATE_UP).shape[0]
         stored = StoredExperts(family.experts, base_format, tensors, stacked, count)

@@ -128,7 +128,7 @@ class FullWeights:
     Args:
         base: The causal LM; its layers are replaced by ones with master weights.
         folder: It was loaded from.
-        dtype: Of the weights in engines and saved models.
+        dtype: Data type of the weights in engines and saved models.
         reference_model: A frozen copy; None where no reference policy is needed.
     """
 

@@ -85,7 +85,7 @@ class LoraAdapter:
 
     Args:
         base: The frozen causal LM; the adapter is attached to it in place.
-        config: Of the factors, see `check_targets`; A is drawn from PyTorch's generator, B is zero.
+        config: Settings of the factors, see `check_targets`; A is drawn from PyTorch's generator, B is zero.
         train_norms: Train copies of the layers' norms too; PEFT saves them with the adapter.
         base_name: Folder or hub name of the base, as the user gave it.
     """

@@ -21,7 +21,7 @@ def partition_micro_batches(lengths: Sequence[int], max_tokens: int | None) -> l
 
     Args:
         lengths: Tokens of each sequence.
-        max_tokens: Of a micro-batch; a longer sequence gets its own. None returns a single micro-batch.
+        max_tokens: Most tokens of a micro-batch; a longer sequence gets its own. None returns a single micro-batch.
 
     Returns:
         Ascending indices into `lengths` for each micro-batch; a single empty one where there are no sequences. The
@@ -151,7 +151,7 @@ class Packing:
 
         Args:
             lengths: Real tokens of each row, int64 [B], more than its prompt has.
-            width: Of the rows.
+            width: Width of the rows.
             prompts: Tokens of each row's prompt, int64 [B], at least one.
             groups: int64 [B], equal for rows that begin with the same prompt.
         """

@@ -248,7 +248,7 @@ class TokenValues(NamedTuple):
     logprobs: Tensor
     """Natural log-probabilities."""
     entropies: Tensor
-    """Of the next-token distributions, in nats."""
+    """Entropies of the next-token distributions, in nats."""
     teacher_kl: Tensor | None = None
     """KL(policy || teacher) of the next-token distributions, in nats; None without a teacher."""
 
@@ -258,8 +258,8 @@ class Policy(nn.Module):
 
     Args:
         folder: As `config.base_folder` returns it.
-        config: Of the policy.
-        device: Of all tensors.
+        config: Settings of the policy.
+        device: Device of all tensors.
         seed: Seed of the adapter's initial A matrices.
         shared: Weights of an engine that has loaded the same folder, used instead of a copy.
         with_reference: Whether full fine-tuning loads a second model as reference policy.
@@ -408,7 +408,7 @@ class Policy(nn.Module):
         Args:
             version: Number of updates so far.
             noise: Noise of the sampler's norms.
-            reference: Of the reference policy, which an engine has only beside an adapter.
+            reference: Return the reference policy's weights; not in full fine-tuning.
         """
         assert not (reference and self.full_finetuning)
         if reference and not self.trained.has_start:

@@ -133,7 +133,7 @@ def answer_of(completion: str, tag: str | None) -> str | None:
     """The answer of a completion, verbatim; None if there is none.
 
     Args:
-        completion: Its text.
+        completion: Text of the completion.
         tag: The answer is the content of the last block of this tag, or its marked answer. None takes the completion's
             marked answer, or else its last formulas next to each other, or else its last number.
     """

@@ -64,11 +64,11 @@ class RewardFunction(Reward):
         self._needs = [p.name for p in named if p.default is p.empty]
         self.trainer_state = TrainerState()
         self.data_columns: Collection[str] = ()
-        """Of all rows; a column that a batch lacks is None there."""
+        """Columns of all rows; the function gets None for a column that a batch lacks."""
         self.logged_columns: dict[str, list[Any]] = {}
-        """Of the last call."""
+        """Columns that the last call logged."""
         self.logged_metrics: dict[str, list[float]] = {}
-        """Of the last call."""
+        """Metrics that the last call logged."""
         self._takes = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
 
     def __call__(self, samples: Sequence[RewardSample]) -> Any:
@@ -189,5 +189,5 @@ def _as_reward(item: Any) -> Reward:
 
 
 def functions_among(rewards: Sequence[Reward]) -> list[RewardFunction]:
-    """Those rewards that are functions."""
+    """Rewards that are functions."""
     return [reward for reward in rewards if isinstance(reward, RewardFunction)]

@@ -21,8 +21,8 @@ _GRADER = Path(__file__).with_name("math_grader.py")
 _MEMORY_LIMIT = 4 * 2**30
 _OVERDUE_S = 60
 """Beyond twenty times an answer's limit, seconds after which a process hangs: its own timers should have ended it."""
-_FIRST_PASS = 6
-"""In the first pass an answer may take this fraction of its limit."""
+_FIRST_PASS_DIVISOR = 6
+"""The first pass gives an answer a sixth of its limit."""
 _PAIRS_PER_WORKER = 4
 """Fewer pairs are not worth another process."""
 _BATCH = 128
@@ -71,7 +71,8 @@ class MathPool:
             batch: Size of the batch that the pairs belong to, if it is larger.
         """
         verdicts: dict[Pair, Verdict] = dict.fromkeys(pairs)
-        verdicts |= self._grade([pair for pair in verdicts if pair not in self._timed_out], self.seconds / _FIRST_PASS)
+        first_pass = [pair for pair in verdicts if pair not in self._timed_out]
+        verdicts |= self._grade(first_pass, self.seconds / _FIRST_PASS_DIVISOR)
         slow = [pair for pair in verdicts if verdicts[pair] is None]
         batches = min(_MAX_BATCHES, max(1, -(-max(batch, len(pairs)) // _BATCH)))
         # A pair known to exceed the limit still counts as one: a resumed run, which has no such memory, must give the
@@ -88,7 +89,7 @@ class MathPool:
 
     def canonical(self, answers: Sequence[str]) -> list[str]:
         """A text for each answer that depends on its value alone; the answer itself if it has none within the limit."""
-        forms = self._grade([(None, answer) for answer in dict.fromkeys(answers)], self.seconds / _FIRST_PASS)
+        forms = self._grade([(None, answer) for answer in dict.fromkeys(answers)], self.seconds / _FIRST_PASS_DIVISOR)
         return [str(forms[None, answer] or answer) for answer in answers]
 
     def _grade(self, pairs: Sequence[Pair], seconds: float) -> dict[Pair, Verdict]:

@@ -163,7 +163,7 @@ def _fractions(value: Any) -> Any:
 
 
 def _error(left: Any, right: Any) -> tuple[Any, Any]:
-    """By how much two numbers differ, and the size of the larger one; None, None unless the difference is a number."""
+    """Difference of two numbers, and the size of the larger one; None, None unless the difference is a number."""
     if not _are_scalars(left, right):
         return None, None
     left, right = _fractions(left).doit(), _fractions(right).doit()
@@ -266,7 +266,7 @@ def equivalent(reference: str, answer: str) -> bool:
 
 
 def _equivalent(reference: str, answer: str) -> bool:
-    """As `equivalent`, of texts without a choice's label."""
+    """Whether texts without a choice's label are equal as mathematics."""
     if words := notation.words_of(reference):
         if words == notation.spelled(answer):
             return True

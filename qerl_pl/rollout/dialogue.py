@@ -81,7 +81,7 @@ class Dialogue:
         opening: What the environment's reset gave.
         continuation: Renders what follows a turn.
         parse: Finds the tool calls of a turn.
-        config: Of the environment, with limits of turns and tokens.
+        config: Settings of the environment, with limits of turns and tokens.
         max_tokens: Most tokens after the prompt, the environment's included.
         seed_of: Seed of each turn, by its number from 0.
     """

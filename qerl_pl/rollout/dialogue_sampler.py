@@ -196,7 +196,7 @@ class _Running(RequestSource):
         self._asked: dict[int, tuple[Sequence[str | ToolCall | MalformedCall], list[Future[ToolAnswer]]]] = {}
         self._rewards: dict[int, Future[float | None]] = {}
         self.answers: dict[str, list[ToolAnswer]] = {}
-        """Those of each tool, or of step."""
+        """Answers of the environment by the tool's name, or by "step"."""
         self._done: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._pending: dict[int, int] = {}
         self._ready: list[int] = []

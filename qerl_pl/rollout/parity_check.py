@@ -110,7 +110,7 @@ def measure_full_finetuning_parity(
     max_tokens: int,
     strength: float = 1.0,
 ) -> LogprobParity:
-    """The same for full fine-tuning; leaves the engine synced to the perturbed weights."""
+    """Measure parity in full fine-tuning; leaves the engine synced to the perturbed weights."""
     comparison = _Comparison(engine, policy, prompts, max_tokens)
     off, _ = comparison.difference(comparison.sample(policy.weights(version)))
     with policy.perturbed(seed, strength):

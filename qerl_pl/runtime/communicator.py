@@ -33,7 +33,7 @@ class Communicator:
     rank: int = 0
     size: int = 1
     """World size."""
-    objects: Any = None
+    gloo_group: Any = None
     """Process group of Python objects, over gloo."""
 
     def all_gather(self, value: T) -> list[T]:
@@ -41,7 +41,7 @@ class Communicator:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value, group=self.objects)
+        distributed.all_gather_object(values, value, group=self.gloo_group)
         return values
 
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
@@ -62,7 +62,7 @@ class Communicator:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.size > 1:
-            distributed.barrier(group=self.objects)
+            distributed.barrier(group=self.gloo_group)
 
     def require_same(self, facts: Mapping[str, object]) -> None:
         """Refuse ranks that would train different runs.

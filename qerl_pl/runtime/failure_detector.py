@@ -92,7 +92,7 @@ class FailureDetector:
         message = torch.frombuffer(bytearray(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
         for rank in self._others:
             with suppress(RuntimeError):  # it is lost, which receiving from it shows
-                self._sent.append(distributed.isend(message, rank, self._communicator.objects, _TAG))
+                self._sent.append(distributed.isend(message, rank, self._communicator.gloo_group, _TAG))
 
     def _receive(self, rank: int) -> bool:
         """Whether that rank is stopping; False at once after a failure."""
@@ -101,7 +101,7 @@ class FailureDetector:
         message = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8)
         stopping, failure = False, [rank, 1, ""]
         with suppress(RuntimeError):
-            work: Any = distributed.irecv(message, rank, self._communicator.objects, _TAG)
+            work: Any = distributed.irecv(message, rank, self._communicator.gloo_group, _TAG)
             work.wait(timedelta(seconds=HEARTBEAT_TIMEOUT_S))
             stopping, failure = json.loads(bytes(message.tolist()))
         self._failure = self._failure or failure

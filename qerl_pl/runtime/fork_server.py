@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import psutil
 
 Header = struct.Struct("!i")
-"""The length of a message in bytes, as `Connection` sends it; also a command: the number of a worker, to fork with a
-socket, to kill without."""
+"""The length of a message in bytes, as `Connection` sends it; also a command, which is a worker's number: with a socket
+it forks that worker, without one it kills it."""
 ERROR_CHARS = 400
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _JOB_SIGNALS: dict[signal.Signals, Any] = {

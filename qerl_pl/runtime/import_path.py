@@ -15,7 +15,7 @@ def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
     """The object of `module.object`, `module:object` or `file.py:object`.
 
     Args:
-        name: Its name.
+        name: Import path, or path of a file and name in it.
         rule: What names are allowed, for the error.
         remedy: What to write in place of a name without a module, for the error.
         kind: A file becomes the module `qerl_<kind>_<file>`, with a digest of its path if another file has that name.

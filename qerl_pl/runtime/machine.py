@@ -1,4 +1,4 @@
-"""What a run computes with: the processor and the versions of packages, for reports and checkpoints."""
+"""What a run computes with: the processor and the versions of packages, for evaluation reports and model cards."""
 
 import sys
 from collections.abc import Iterable

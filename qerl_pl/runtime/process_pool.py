@@ -67,11 +67,11 @@ class WorkerProcess:
     def __init__(self, name: str, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.name, self.number, self.reader, self.writer = name, number, reader, writer
         self.made: Mapping[str, Any] = {}
-        """Its first message."""
+        """First message of the process."""
         self.busy = True
         """Whether it is gone, or has not replied to a request."""
         self.ended: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        """Its exit status; None if it is unknown."""
+        """Exit status of the process; None if it is unknown."""
 
     async def ask(self, seconds: float, *request: Any) -> Mapping[str, Any]:
         """Send a request; returns as `receive`."""
@@ -116,7 +116,7 @@ class ProcessPool:
 
     Attributes:
         started: What the server says of `load`: empty, or an `error`, which may be `refused` as a user's.
-        workers: Those that are alive, by their numbers.
+        workers: Workers that are alive, by their numbers.
     """
 
     def __init__(

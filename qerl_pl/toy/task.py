@@ -31,7 +31,7 @@ class Problem:
     operands: tuple[int, ...]
     """The numbers of the question, in its order."""
     answer: int
-    """Their sum."""
+    """Sum of the numbers."""
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,9 @@ def attach_all(
     """Give vLLM's linears their methods and adapters, before vLLM compiles them.
 
     Args:
-        linears: By name; each with all its slices.
+        linears: vLLM's linears by name, each with all its slices.
         config: Of `worker.engine_config`: `rank` and `targets` of the adapter, `decode_gemm_max_tokens`, `dense_above`.
-        dtype: Of activations.
+        dtype: Data type of activations.
 
     Raises:
         UserError: Two GEMMs of the same weight differ.

@@ -52,7 +52,7 @@ class PrivateName:
         return [f"{self.path}.{member}" for member in self.members] or [self.path]
 
     def missing(self) -> list[str]:
-        """Those of `names` that the installed vLLM lacks."""
+        """Names that the installed vLLM lacks."""
         try:
             found = pkgutil.resolve_name(self.path)
         except (ImportError, AttributeError):
@@ -203,7 +203,7 @@ _MURMUR3 = PrivateName(f"{_GPU}.sample.gumbel.murmur3_uniform32", SAMPLER)
 
 
 def random_numbers() -> Generator:
-    """By which random numbers the installed vLLM's GPU sampler draws: others since 0.31."""
+    """Random number generator of the installed vLLM's GPU sampler: philox since 0.31."""
     return "philox" if _MURMUR3.missing() else "murmur3"
 
 

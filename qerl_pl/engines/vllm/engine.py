@@ -48,7 +48,7 @@ from qerl_pl.errors import UserError, require_at_least
 from qerl_pl.formats.base import format_of
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import write_dense_checkpoint
-from qerl_pl.models.families import family_of, has_experts, linear_shapes, names_match
+from qerl_pl.models.families import family_of, linear_shapes, names_match
 from qerl_pl.models.folder import end_token_ids, load_config, load_tokenizer, read_config
 from qerl_pl.models.memory import GIB, check_length, files_gib, kv_cache_size
 from qerl_pl.models.shape import Shape
@@ -150,7 +150,7 @@ class VLLMEngine(RolloutEngine):
         return not has_delta_nets if self.prefix_caching is None else self.prefix_caching
 
     def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of keys and values, for a model of this data type."""
+        """Data type of cached keys and values, for a model of this data type."""
         return torch.float8_e4m3fn if self.kv_cache_dtype == "fp8" else dtype
 
     def launch(self, spec: EngineSpec) -> None:
@@ -264,7 +264,9 @@ class VLLMEngine(RolloutEngine):
         family = family_of(config["model_type"])
         check_reads(base_format, self._missing)
         compat.check_records_routing(spec.record_routing, self.caches_prefixes(family.delta_net is not None))
-        experts = moe_backend(base_format, self.linear_backend, self.share_weights) if has_experts(config) else None
+        experts = None
+        if family.experts is not None:
+            experts = moe_backend(base_format, self.linear_backend, self.share_weights)
         sequences = sequences_with_states(base, self.max_num_seqs, kv_gib, self.cache_dtype(spec.dtype))
         copies_above = merged_above(self.adapter, backend is not None, self.max_num_seqs)
         with vllm_errors_as_user_errors(self.kv_cache_dtype), stdout_with_descriptor():

@@ -70,8 +70,8 @@ def attach_adapter(linear: Any, slices: Sequence[FusedSlice], rank: int, dtype: 
     Args:
         linear: vLLM's; a 4-bit one after `attach_fp4`.
         slices: Its slices with an adapter, ascending. Two of one name, such as of keys that are values too, have one B.
-        rank: Of the adapter.
-        dtype: Of activations.
+        rank: Rank of the adapter.
+        dtype: Data type of activations.
 
     Returns:
         The buffers that an adapter is written into.
@@ -99,7 +99,7 @@ TOLERANCE = 0.01
 """Largest relative difference between two GEMMs of one weight: rounding makes 1e-4, another layout 1."""
 
 NEVER = torch.iinfo(torch.int32).max
-"""As `dense_above`: Marlin for any number of tokens."""
+"""Value of `dense_above` with which Marlin multiplies any number of tokens."""
 
 _KERNEL = re.compile("marlin(nv|mx)fp4", re.IGNORECASE)
 _EXPERTS_KERNEL = "MarlinExperts"
@@ -126,7 +126,7 @@ def marlin_tensor(linear: Any) -> MarlinTensor | None:
 
 
 def _global_scale(linear: Any) -> Tensor | None:
-    """That of an NVFP4 weight; MXFP4 has none."""
+    """Global scale of an NVFP4 weight; None for MXFP4, which has none."""
     scale = getattr(linear, "weight_global_scale", None)
     return None if scale is None else scale.data
 
@@ -184,7 +184,7 @@ def why_not_shared(kernels: Sequence[str], spec: EngineSpec) -> str | None:
 
     Args:
         kernels: Class names of the kernels of linears and experts.
-        spec: Of the engine.
+        spec: What the engine was launched with.
     """
     if spec.device.type == "cpu":
         return "vLLM's CPU build repacks them"
@@ -231,7 +231,7 @@ def fp4_linear(
         workspace: Marlin's locks, which vLLM 0.25 to 0.30 holds in the layer, and later releases by themselves.
         permuted_bias: [N], in Marlin's order.
         bias: [N], in plain order.
-        alpha: That of `MarlinRows`, float32 [1] in the host's memory, where reading it does not wait for the
+        alpha: `alpha` of `MarlinRows`, float32 [1] in the host's memory, where reading it does not wait for the
             device. A number would make every layer a compiled graph of its own.
         a: [r, K], of all fused slices stacked; None without an adapter.
         b: [N, r], each slice's in the block of its rows and ranks.

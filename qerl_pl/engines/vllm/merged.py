@@ -30,7 +30,7 @@ def merged_above(mode: AdapterMode, quantized: bool, max_num_seqs: int) -> int |
     `auto` has none where every decode step is faster on 4 bits: only prefill would use what each rollout merges.
 
     Args:
-        mode: Of the engine.
+        mode: The engine's `adapter`.
         quantized: Whether the engine's linears are in NVFP4 or MXFP4.
         max_num_seqs: Most running requests.
     """
@@ -73,10 +73,10 @@ def attach_merged(
     A linear in 16 bits without an adapter needs none.
 
     Args:
-        linears: By name; each with all its slices.
+        linears: vLLM's linears by name, each with all its slices.
         lora: The adapter's buffers.
         above: Tokens above which 4-bit linears in Marlin's layout multiply by the copy.
-        dtype: Of activations.
+        dtype: Data type of activations.
         pool: In which the copies are allocated, and nothing else.
 
     Raises:

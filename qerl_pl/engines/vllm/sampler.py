@@ -29,7 +29,7 @@ _ROWS = (  # of an array with an entry for each request: vLLM's class, and the a
 _SETTINGS = {"logprobs_mode": "processed_logprobs", "compute_nans": False, "use_fp64_gumbel": False}
 
 _OPTIONAL_SETTINGS = {"trace_replay_state": None, "return_sampling_mask": False, "thinking_budget_state.enabled": False}
-"""Of later releases than 0.25."""
+"""Settings that releases after 0.25 have."""
 
 _PROCESSORS = "logits_processors"
 """A list, since 0.31, of states that were attributes before, and of a user's own processors."""

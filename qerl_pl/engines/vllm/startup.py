@@ -69,7 +69,7 @@ def register_architecture(config: Mapping[str, Any], device: torch.device) -> No
     seconds, unless its cache on disk has the answer.
 
     Args:
-        config: Of the model's config.json. An architecture that vLLM does not know is left for it to refuse.
+        config: The model's config.json. An architecture that vLLM does not know is left for it to refuse.
         device: Where the model runs.
 
     Raises:
@@ -96,7 +96,7 @@ def register_architecture(config: Mapping[str, Any], device: torch.device) -> No
 
 _MODELS = "vllm.model_executor.models"
 _TEXT_MODELS = ["Qwen3_5ForCausalLM"], ["Qwen3_5MoeForCausalLM"]
-"""Of Qwen3.5, as config.json has them."""
+"""`architectures` of Qwen3.5's text models in config.json."""
 
 
 def text_model(name: str) -> type:
@@ -144,9 +144,9 @@ def sequences_with_states(base: Path, most: int, kv_cache_gib: float | None, dty
 
     Args:
         base: The model's folder.
-        most: As asked for, which a model without gated delta nets gets.
-        kv_cache_gib: Of the cache; None where vLLM sizes it.
-        dtype: Of keys and values.
+        most: Number that was asked for, which a model without gated delta nets gets.
+        kv_cache_gib: Size of the cache in GiB; None where vLLM sizes it.
+        dtype: Data type of keys and values.
     """
     shape = Shape.of(load_config(base))
     if shape.delta is None or kv_cache_gib is None:
@@ -291,7 +291,7 @@ def moe_backend(base_format: BaseFormat, asked: str, share: bool) -> str | None:
     Marlin for stacks that the trainer is to share: vLLM would choose a layout that it cannot read.
 
     Args:
-        base_format: Of the base.
+        base_format: Format of the base.
         asked: The `linear_backend` that a user requested.
         share: Whether the trainer is to use the engine's experts.
     """

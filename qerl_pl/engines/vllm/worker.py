@@ -29,7 +29,7 @@ else:
     Worker = object
 
 CONFIG_KEY = "qerl"
-"""Of vLLM's `additional_config`."""
+"""Key of this package's settings in vLLM's `additional_config`."""
 
 
 def graphs_own_cublas_workspaces(model: nn.Module) -> RemovableHandle:
@@ -100,9 +100,9 @@ class WorkerReport:
     kernels: list[str]
     """Class names of the kernels that multiply by the model's linears."""
     experts: list[str]
-    """The same of its experts; empty where it has none."""
+    """Class names of the kernels of its experts; empty without experts."""
     linears: int
-    """Those in 4 bits, or all where none is."""
+    """Number of linears in 4 bits; of all linears if the base has none in 4 bits."""
     decode_gemm: int
     """Linears with the decode GEMM."""
     adapted: list[str]
@@ -125,7 +125,7 @@ class PolicyWorker(Worker):
     distributed_init_method: str
 
     def init_device(self) -> None:
-        """As vLLM, but the system chooses the port of the process group when it starts to listen there.
+        """Initialize the device as vLLM does, with a port that the system chooses when the process group listens.
 
         vLLM 0.25 looks up a free port and listens there later, when another run may have it. A mixture of experts does
         not reuse the groups of a dense model.
