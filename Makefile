@@ -52,7 +52,7 @@ test: $(VENV)/.installed-vllm $(VENV)/.installed-docs ## lint, types, documentat
 # Three workers for two cores: many tests wait for processes that they have started or killed. A test that waits for
 # ever fails, with the line where it waits.
 suite: $(VENV)/.installed-vllm
-	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --timeout 300
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile --timeout 900
 
 mutants: $(VENV)/.installed-mutants ## plant faults one by one, see whether tests notice: an hour or two, part of nightly
 	$(BIN)/python tools/mutation.py

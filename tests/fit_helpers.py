@@ -157,7 +157,7 @@ def command(words: list[str], errors: Path, prepare: Callable[[], None] | None =
 
 
 def _ended(process: multiprocessing.process.BaseProcess, errors: Path) -> int:
-    process.join(timeout=180)
+    process.join(timeout=800)  # pytest ends what hangs for longer
     alive = process.is_alive()
     if alive:
         process.kill()

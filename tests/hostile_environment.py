@@ -134,7 +134,7 @@ def change_process() -> str:
     """Change what the next dialogue in this worker would find."""
     os.chdir("/")
     random.seed(5)
-    signal.alarm(1)
+    signal.alarm(100)
     return "changed"
 
 
@@ -227,7 +227,9 @@ class Hostile:
 
     def show(self) -> str:
         """What a dialogue finds in its process."""
-        return json.dumps([os.getcwd(), random.random(), threading.active_count()])
+        return json.dumps(
+            [os.getcwd(), random.random(), threading.active_count(), signal.getitimer(signal.ITIMER_REAL)[0]]
+        )
 
     def get_reward(self) -> float:
         """The count."""

@@ -36,7 +36,7 @@ runpy.run_module("qerl_pl", run_name="__main__")
 def importing(*words: str) -> tuple[int, str, str]:
     """Run `qerl export`, which imports Lightning, with Ctrl-C while it does."""
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTING, "export", *words], capture_output=True, text=True, timeout=120, cwd=ROOT
+        [sys.executable, "-c", IMPORTING, "export", *words], capture_output=True, text=True, timeout=800, cwd=ROOT
     )
     return done.returncode, done.stdout, done.stderr
 

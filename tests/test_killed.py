@@ -125,14 +125,15 @@ def build_slowly(folder: Path, content: str) -> None:
                 wait_for(folder, "go-on")
 
 
-def wait_for(folder: Path, pattern: str) -> None:
-    while not [*folder.glob(pattern)]:
+def wait_for(folder: Path, pattern: str, text: str = "") -> None:
+    """Wait for a file with its text, which is there later than the file."""
+    while text not in [path.read_text() for path in folder.glob(pattern)]:
         time.sleep(0.01)
 
 
 def test_the_unfinished_folder_of_a_living_process_stays_and_another_waits_for_its_end(tmp_path: Path) -> None:
     first = fork(partial(build_slowly, tmp_path, "first"))
-    wait_for(tmp_path, "*/weights")
+    wait_for(tmp_path, "*/weights", "first")
     second = fork(partial(build_slowly, tmp_path, "second"))
     wait_for(tmp_path, "begun-second")
     assert content_of(tmp_path / ".model.unfinished") == {"first"} and (tmp_path / ".model.lock").exists()
@@ -153,7 +154,7 @@ def write(folder: Path, content: str) -> None:
 
 def test_a_folder_that_another_process_writes_is_left_to_it(tmp_path: Path) -> None:
     first = fork(partial(write, tmp_path, "first"))
-    wait_for(tmp_path, ".model.unfinished/weights")
+    wait_for(tmp_path, ".model.unfinished/weights", "first")
     assert exit_status(fork(partial(write, tmp_path, "second"))) == 0
     (tmp_path / "go-on").touch()
     assert exit_status(first) == 0

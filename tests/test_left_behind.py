@@ -82,7 +82,7 @@ def pool() -> Iterator[EnvironmentPool]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in GIVEN.items():
             patch.setenv(name, value)
-        pool = EnvironmentPool(Shell, time_limit=1.0, workers=1, variables=["GAME_KEY"])
+        pool = EnvironmentPool(Shell, time_limit=5.0, workers=1, variables=["GAME_KEY"])
         pool.check()
     yield pool
     pool.close()
@@ -332,7 +332,7 @@ def of_row(row: Mapping[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def rows() -> Iterator[EnvironmentPool]:
-    pool = EnvironmentPool(of_row, time_limit=1.0, workers=1)
+    pool = EnvironmentPool(of_row, time_limit=5.0, workers=1)
     yield pool
     pool.close()
 

@@ -34,7 +34,7 @@ def answered(answer: str, reference: str = "18") -> RewardSample:
 
 @pytest.fixture(scope="module")
 def math_answer() -> MathAnswer:
-    return MathAnswer(time_limit_s=5.0, workers=1)
+    return MathAnswer(time_limit_s=20.0, workers=1)
 
 
 RIGHT = [
@@ -368,10 +368,10 @@ def test_hostile_answers_end_in_a_process_that_survives() -> None:
 
 
 def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five, two of 0.6 s each fit into 1.3 s: those that come first, however many processes there are."""
-    samples = [*ENDLESS[:3], answered("36/2"), *ENDLESS[3:], answered("6*3"), answered("36/3")]
+    """Of five, two of 1.2 s each fit into 2.6 s: those that come first, however many processes there are."""
+    samples = [*ENDLESS[:3], answered("36/2"), *ENDLESS[3:], answered("54/3"), answered("36/3")]
     for workers in (1, 2):
-        reward = MathAnswer(time_limit_s=0.6, batch_limit_s=1.3, workers=workers)
+        reward = MathAnswer(time_limit_s=1.2, batch_limit_s=2.6, workers=workers)
         asked: list[tuple[float, list[str]]] = []
         grade = reward._pool._grade
 
@@ -381,7 +381,7 @@ def test_slow_answers_share_the_time_of_their_batch(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(reward._pool, "_grade", watched)
         assert reward(samples) == [0, 0, 0, 1, 0, 0, 1, 0]
-        assert asked == [(pytest.approx(0.1), ["5", "6", "7", "3", "8", "9", "6", "3"]), (0.6, ["5", "6"])]
+        assert asked == [(pytest.approx(0.2), ["5", "6", "7", "3", "8", "9", "5", "3"]), (1.2, ["5", "6"])]
 
 
 class Slow(MathPool):
@@ -447,8 +447,8 @@ def test_a_grading_that_is_broken_off_answers_no_later_question() -> None:
     assert reward([answered("36/2")]) == [1.0]
     before = signal.signal(signal.SIGALRM, break_off)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(BrokenOff):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             reward([ENDLESS[0]])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -486,7 +486,7 @@ UNREADABLE = ["cat", "not 5", "{no way to read this", "5^{9^{9^9}}", "(x+1)^{300
 def test_equal_answers_have_one_normal_form_and_no_other_answer_has_it() -> None:
     alone = APART + UNREADABLE
     answers = [answer for row in EQUAL for answer in row] + alone
-    forms = dict(zip(answers, MathAnswer(time_limit_s=2.0, workers=1).normalize_answers(answers), strict=True))
+    forms = dict(zip(answers, MathAnswer(time_limit_s=6.0, workers=1).normalize_answers(answers), strict=True))
     rows = [{forms[answer] for answer in row} for row in [*EQUAL, *([answer] for answer in alone)]]
     assert all(len(row) == 1 for row in rows) and len(set.union(*rows)) == len(rows), rows
     assert forms["0.5"] == "1/2" and all(forms[answer] == answer for answer in UNREADABLE)
@@ -495,7 +495,7 @@ def test_equal_answers_have_one_normal_form_and_no_other_answer_has_it() -> None
 
 def test_grades_do_not_depend_on_the_number_of_workers(math_answer: MathAnswer) -> None:
     samples = [answered(*pair) for pair in (RIGHT + WRONG)[::2]]
-    many = MathAnswer(workers=3)
+    many = MathAnswer(time_limit_s=20.0, workers=3)
     assert list(many(samples)) == list(math_answer(samples))
     assert many._pool.processes is not None and len(many._pool.processes.workers) == 3
 

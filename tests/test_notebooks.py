@@ -29,7 +29,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, tiny_policy_dir: Path) -> 
     shutil.copytree(tiny_policy_dir, folder / "cache" / f"toy-{ToyConfig().digest}")
     settings = {"QERL_CACHE": f"{folder}/cache", "PL_TRAINER_LIMIT_TRAIN_BATCHES": "3"}
     notebook = nbformat.read(NOTEBOOKS / "quickstart.ipynb", as_version=4)
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}})
+    client = NotebookClient(notebook, timeout=800, kernel_name="python3", resources={"metadata": {"path": folder}})
     client.execute(env=os.environ | settings)
     return [output["data"] for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
 

@@ -70,6 +70,7 @@ def launch(config: dict[str, Any], *extra: str, launcher: tuple[str, ...] = ()) 
     path = run.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(config))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment["MASTER_PORT"] = str(free_port())  # Lightning's choice may be another's by the time it is used
     environment["TORCHDYNAMO_DISABLE"] = "1"  # its parts that PEFT imports with bitsandbytes take a second
     words = [sys.executable, *launcher, "-m", "qerl_pl", "fit", "-c", str(path), *extra]
     with run.with_suffix(".log").open("a") as output:
@@ -161,7 +162,7 @@ def same_bits(one: Path, other: Path) -> None:
 
 def test_a_killed_rank_ends_the_run_with_its_reason(tiny_policy_dir: Path, tmp_path: Path) -> None:
     config = signalled(tiny_policy_dir, tmp_path / "run", 1, signal.SIGKILL, version=0)
-    assert launch(config).wait(timeout=240) not in (0, -signal.SIGKILL), printed(config)
+    assert launch(config).wait(timeout=800) not in (0, -signal.SIGKILL), printed(config)
     assert printed(config).splitlines()[-1].startswith("qerl: rank 1: killed, or its machine or network is lost")
 
 
@@ -171,7 +172,7 @@ def test_torchrun_goes_on_bit_for_bit(two: Path, tiny_policy_dir: Path, tmp_path
     assert statuses == [1, -signal.SIGKILL], output
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     config = settings(tiny_policy_dir, tmp_path / "run", 2)
-    assert launch(config, "--resume", "auto", launcher=torchrun).wait(timeout=240) == 0, printed(config)
+    assert launch(config, "--resume", "auto", launcher=torchrun).wait(timeout=800) == 0, printed(config)
     assert "step=3.ckpt" in printed(config)
     same_bits(tmp_path / "run", two)
 
@@ -265,7 +266,7 @@ def test_a_script_on_two_devices_is_one_run_over_all_its_stages(tiny_policy_dir:
     for process in started:
         process.start()
     for process in started:
-        process.join(timeout=180)
+        process.join(timeout=800)
     assert [process.exitcode for process in started] == [0, 0]
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     alone = tmp_path / "alone"

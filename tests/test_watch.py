@@ -32,7 +32,7 @@ def end_with_a_fault(rank: int, fault: str, port: int, errors: Path) -> None:
     os.dup2(descriptor, sys.stderr.fileno())
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
     if fault.startswith("freeze"):  # else a rank that nobody tells of is waited for longer than the test does
-        failure_detector.HEARTBEAT_TIMEOUT_S = 6.0
+        failure_detector.HEARTBEAT_TIMEOUT_S = 15.0
 
     def listening() -> set[int]:
         connections = psutil.Process().net_connections("tcp")
@@ -105,7 +105,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         for rank in sorted(range(3), key=lambda rank: fault == f"freeze{rank}"):  # that one ends when it is killed
             if fault == f"freeze{rank}":
                 ranks[fault][rank].kill()
-            ranks[fault][rank].join(timeout=60)
+            ranks[fault][rank].join(timeout=800)
         return [process.exitcode for process in ranks[fault]], [path.read_text() for path in errors[fault]]
 
     yield of
@@ -145,12 +145,13 @@ def test_a_rank_that_is_lost_ends_all_with_one_line_that_says_how_to_go_on(run: 
 
 
 def start_one(program: str, errors: Path) -> None:
-    """A launcher whose process runs the program; the ranks meet after a while."""
+    """A launcher whose process runs the program; the ranks meet after a while if it sleeps."""
     descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, sys.stderr.fileno())
     launcher = UnobservedLauncher(LightningEnvironment(), 2, 1)
     launcher.procs = [subprocess.Popen([sys.executable, "-c", program])]
-    threading.Timer(2.5, launcher.have_met.set).start()
+    if "sleep" in program:
+        threading.Timer(2.5, launcher.have_met.set).start()
     launcher._observe_start()
     launcher.procs[0].kill()
 
@@ -161,7 +162,7 @@ def start_one(program: str, errors: Path) -> None:
         ("", "status 0", 1),
         ("raise SystemExit(2)", "status 2", 2),
         ("import os; os.kill(os.getpid(), 9)", "status -9", 1),
-        ("import time; time.sleep(9)", None, 0),
+        ("import time; time.sleep(60)", None, 0),
     ],
 )
 def test_a_process_that_ends_before_the_ranks_have_met_ends_the_run(
@@ -170,7 +171,7 @@ def test_a_process_that_ends_before_the_ranks_have_met_ends_the_run(
     errors = tmp_path / "errors.log"
     launcher = processes().Process(target=start_one, args=(program, errors))
     launcher.start()
-    launcher.join(timeout=50)
+    launcher.join(timeout=800)
     launcher.kill()
     printed = errors.read_text()
     expected = [f"qerl: rank 1: its process ended with {reason} at the start; run the command again"] if reason else []
@@ -186,7 +187,7 @@ def start_a_rank(end: str, alive: Connection) -> None:
     os.environ |= {"QERL_LAUNCHER_PID": str(process)}
     signal_at_end_of_launcher(signal.SIGKILL)
     ready[1].send("")
-    time.sleep(4.0)
+    time.sleep(60.0)
     alive.send("left behind")
     os._exit(0)
 

@@ -29,6 +29,8 @@ HEARTBEAT_INTERVAL_S = 1.0
 HEARTBEAT_TIMEOUT_S = 180.0
 """Seconds without a message after which a rank counts as lost; a process may be frozen for a while."""
 LOST = "killed, or its machine or network is lost; run the command again, training with --resume auto"
+_NOTICE_S = 5.0
+"""Seconds from a failure to the process's end: a rank that stands still for less learns the reason."""
 _GRACE, _MESSAGE_BYTES, _TAG = 10.0, 4096, 1
 
 
@@ -61,7 +63,7 @@ class FailureDetector:
         status = exception.status if isinstance(exception, Stopped) else 2 if expected else 1
         reason = str(exception) if expected else f"{type(exception).__name__}: {exception}"
         if not expected:
-            time.sleep(3 * HEARTBEAT_INTERVAL_S)  # the thread ends this process if another rank's end is the cause
+            time.sleep(_NOTICE_S)  # the thread ends this process if another rank's end is the cause
             if self._failure is None and self._local_rank > 0:
                 traceback.print_exception(exception)
         self._failure = self._failure or (self._communicator.rank, status, " ".join(reason.split())[:600] or "fails")
@@ -113,7 +115,7 @@ class FailureDetector:
         Local rank 0 reports; if it is the lost rank, the next process of its machine does.
         """
         reporter = int(not reason and rank == self._communicator.rank - self._local_rank)
-        time.sleep(2 * HEARTBEAT_INTERVAL_S)  # until all ranks know, and have ended
+        time.sleep(_NOTICE_S)  # until all ranks know, and have ended
         for process in self._children:
             process.kill()
         if rank == self._communicator.rank and self._local_rank == 0:
