@@ -35,7 +35,7 @@ from qerl_pl.types import EvaluatedPrompt, GradedAnswer, Prompt, PromptBatch
 
 log = logging.getLogger(__name__)
 
-FOLDER = "evaluation"
+EVALUATION = "evaluation"
 LABELS = {
     "accuracy": "greedy accuracy",
     "pass@1": "mean over samples (pass@1)",
@@ -125,7 +125,7 @@ class EvaluationReport(Callback, ChecksFirst):
         self._settings["adapter"] = None if module.policy_version else module.policy_config.adapter
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        ranks, folder = communicator_of(trainer), Path(trainer.default_root_dir) / FOLDER
+        ranks, folder = communicator_of(trainer), Path(trainer.default_root_dir) / EVALUATION
         prompts = sum(len(loader.dataset) for loader in (loaders if isinstance(loaders, list) else [loaders]))
         total = -(-prompts * (1 + rollout.eval_config.samples) // ranks.size)
         file, others = _sample_files(folder, digest, ranks)
@@ -136,7 +136,7 @@ class EvaluationReport(Callback, ChecksFirst):
         ranks.barrier()  # no rank may write before all have read
         self._evaluator = rollout.evaluator
         self._evaluator.use_cache(self._cache)
-        self._settings["samples"] = f"{FOLDER}/{digest}.jsonl"
+        self._settings["samples"] = f"{EVALUATION}/{digest}.jsonl"
 
     def _report(self, stage: str, trainer: Trainer, module: LightningModule) -> None:
         assert isinstance(module, QeRLModule)

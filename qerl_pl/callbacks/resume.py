@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping, LambdaCallbac
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from qerl_pl.errors import Preempted, StopSignals, UserError, install_sigusr1_handler, require_at_least
-from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
+from qerl_pl.runtime.checkpoint_io import CHECKPOINTS, resume_files
 from qerl_pl.runtime.communicator import writes_files
 from qerl_pl.runtime.random_state import random_state, set_random_state
 
@@ -205,7 +205,7 @@ class ResumeCheckpoint(Checkpoint):
 
 
 def _folder(trainer: Trainer) -> Path:
-    return Path(trainer.default_root_dir) / FOLDER
+    return Path(trainer.default_root_dir) / CHECKPOINTS
 
 
 def _moved(value: Any, old: str, new: str) -> Any:

@@ -27,7 +27,7 @@ from qerl_pl.errors import UserError, did_you_mean
 from qerl_pl.modules import QeRLModule, SFTModule
 from qerl_pl.modules.optimizer import ADAMW, default_optimizer
 from qerl_pl.modules.policy_module import PolicyModule
-from qerl_pl.runtime.checkpoint_io import FOLDER, resume_files
+from qerl_pl.runtime.checkpoint_io import CHECKPOINTS, resume_files
 from qerl_pl.runtime.import_path import load_named
 
 CALLBACKS: dict[str, tuple[type[Callback], dict[str, Any] | None, str]] = {
@@ -170,7 +170,7 @@ def refuse_moved_run(files: Sequence[Any] | None, root: Path) -> None:
     """
     for file in (Path(file) for file in files or () if file is not None):
         folder = file.parent
-        if file.name != "config.yaml" or not resume_files(folder / FOLDER) or folder.resolve() == root.resolve():
+        if file.name != "config.yaml" or not resume_files(folder / CHECKPOINTS) or folder.resolve() == root.resolve():
             continue
         recorded = yaml.safe_load(file.read_text())["trainer"]["default_root_dir"]
         if Path(recorded).expanduser() == root:

@@ -13,7 +13,7 @@ from jsonargparse import (  # type: ignore[attr-defined]  # ActionConfigFile is 
 from qerl_pl.errors import UserError, did_you_mean
 from qerl_pl.runtime.files import atomic_write, require_absent
 
-FOLDER = Path(__file__).parents[1] / "configs"
+SHIPPED_CONFIGS = Path(__file__).parents[1] / "configs"
 _PATH = re.compile(r"[\w./-]+")
 _NULL = "tag:yaml.org,2002:null"
 _GROUPS = (
@@ -166,4 +166,4 @@ def _shipped(name: str) -> Path:
 
 
 def _files() -> dict[str, Path]:
-    return {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+    return {path.stem: path for path in sorted(SHIPPED_CONFIGS.glob("*.yaml"))}

@@ -49,7 +49,7 @@ from qerl_pl.modules import QeRLModule
 from qerl_pl.modules.qerl import BEFORE_TRAINING
 from qerl_pl.rewards import Reward
 from qerl_pl.runtime.checkpoint_io import (
-    FOLDER,
+    CHECKPOINTS,
     AtomicCheckpointIO,
     finished_rollouts,
     newest_checkpoint,
@@ -239,7 +239,7 @@ class QeRLCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
-        for folder in (Path(root), Path(root) / FOLDER):  # before TensorBoard, whose thread fails at the process's end
+        for folder in (Path(root), Path(root) / CHECKPOINTS):  # or TensorBoard fails at the end
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise UserError(
                     f"a run writes to its folder; {folder} is read-only; choose another trainer.default_root_dir, or "
@@ -261,7 +261,7 @@ class QeRLCLI(LightningCLI):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 # As its __init__ has it: on resumption it compares the folder, or forgets its best score.
-                callback.dirpath = os.path.realpath(Path(root) / FOLDER)
+                callback.dirpath = os.path.realpath(Path(root) / CHECKPOINTS)
         return trainer
 
     def _trainer(self, given: dict[str, Any], config: Any) -> Trainer:
@@ -305,7 +305,7 @@ class QeRLCLI(LightningCLI):
         with locked(root) if self.trainer.is_global_zero else nullcontext():
             kwargs |= self._checkpoint(kwargs)
             if self._get(self.config, "resume") == "auto" and kwargs["ckpt_path"] is None:
-                log.info("no checkpoint in %s to resume from; starting fresh", root.absolute() / FOLDER)
+                log.info("no checkpoint in %s to resume from; starting fresh", root.absolute() / CHECKPOINTS)
             elif kwargs.get("ckpt_path") is None and writes_files(self.trainer) and (old := newest_checkpoint(root)):
                 raise UserError(
                     f"a run that starts fresh needs a folder without another run's checkpoints; got {old}; add "

@@ -20,7 +20,7 @@ from qerl_pl.runtime.files import writing
 
 log = logging.getLogger(__name__)
 
-FOLDER = "checkpoints"
+CHECKPOINTS = "checkpoints"
 STEP_FILE = re.compile(r"step=(\d+)\.ckpt")
 """Checkpoints to resume from, by finished rollouts."""
 CHECKPOINT_KEY = "qerl"
@@ -67,7 +67,7 @@ def verify(path: Path) -> None:
     """
     if not path.is_file():
         raise DamagedCheckpoint(
-            f"a checkpoint is a file; {path} is not a file; name one, such as RUN/{FOLDER}/step=N.ckpt, or give "
+            f"a checkpoint is a file; {path} is not a file; name one, such as RUN/{CHECKPOINTS}/step=N.ckpt, or give "
             "--resume auto for the newest below trainer.default_root_dir"
         )
     state = path.stat()
@@ -116,7 +116,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     Raises:
         UserError: All checkpoints are damaged: whether to start over is the user's decision.
     """
-    files = resume_files(run_dir / FOLDER)
+    files = resume_files(run_dir / CHECKPOINTS)
     for path in files:
         try:
             verify(path)
@@ -125,8 +125,8 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
             log.warning("skipping a damaged checkpoint: %s", error)
     if files:
         raise UserError(
-            f"a run resumes from an undamaged checkpoint; all {len(files)} in {run_dir / FOLDER} are damaged; restore "
-            "a copy, or move that folder away to start over"
+            f"a run resumes from an undamaged checkpoint; all {len(files)} in {run_dir / CHECKPOINTS} are damaged; "
+            "restore a copy, or move that folder away to start over"
         )
     return None
 
