@@ -211,7 +211,9 @@ def test_rewards_that_are_equal_or_missing_everywhere_are_told_of(
             return [value] * len(samples)
 
     collector_of(Scripted(), rewards=[Same()]).collect(PROMPTS[:2], 4, nobody)
-    assert "rollout 4 has no advantages: each group's rewards are equal or missing" in caplog.text
+    told = "rollout 4 has no advantages: each group's rewards are equal or missing; the first completion, of row "
+    assert f"{told}{PROMPTS[0].id}, ends with " in caplog.text
+    assert f"and its reference is {PROMPTS[0].reference!r}" in caplog.text
     caplog.clear()
     taught = collector_of(Scripted(), rewards=[Same()])
     taught.objective = DrGRPO(distillation_coefficient=0.1)

@@ -1,9 +1,12 @@
 """`qerl test` over named sets: the report, its samples, and going on after a kill."""
 
+import hashlib
+import importlib.util
 import json
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
@@ -125,7 +128,8 @@ def test_a_rewards_settings_are_in_the_digest_of_its_samples() -> None:
         def __init__(self, **settings: Any) -> None:
             vars(self).update(settings)
 
-    mine = {"class": f"{__name__}.{Mine.__qualname__}"}
+    source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    mine = {"class": f"{__name__}.{Mine.__qualname__}", "source": source}
     for settings, found in (
         ({"words": {"a": 1}, "signs": ["+", None]}, {"words": {"a": 1}, "signs": ["+", None]}),
         ({"_state": 3}, {}),
@@ -345,3 +349,23 @@ def test_samples_of_other_settings_are_not_reused(owner: str, name: str, value: 
     setattr(parts[owner], name, value)
     assert "format" in before  # of the cache itself
     assert _settings(parts["module"], parts["rollout"], parts["data"]) != before
+
+
+@pytest.mark.parametrize("kind", ["exact", "Exact"])
+def test_samples_are_graded_again_by_a_reward_whose_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    file = tmp_path / f"grader_{kind}.py"
+    text = "def exact(completions, **columns): ...\n\n\nclass Exact:\n    name, weight = 'exact', 1.0\n"
+    file.write_text(text)
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    grader = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, file.stem, grader)
+    spec.loader.exec_module(grader)
+    reward = RewardFunction(grader.exact) if kind == "exact" else grader.Exact()
+    before = _reward_settings(reward)
+    assert _reward_settings(reward) == before
+    file.write_text(f"{text}# other grades")
+    assert _reward_settings(reward) != before
+    assert "source" not in _reward_settings(GSM8KAnswer())

@@ -189,7 +189,8 @@ class Failing:
                 os._exit(3)
             if kind == "number":
                 return 3
-            raise {"exit": SystemExit(1), "error": ConnectionError("away"), "key": KeyError("GAME_KEY")}[kind]
+            errors = {"exit": SystemExit(1), "error": ConnectionError("away"), "key": KeyError("GAME_KEY")}
+            raise (errors | {"name": NameError("name 'gues' is not defined")})[kind]
         return None
 
     def look(self) -> str:
@@ -206,7 +207,8 @@ class Failing:
         ("hang", 1, 30.0, 2, None),
         ("error", 99, 0.001, 4, "must not fail in reset; of_row: ConnectionError: away; correct it"),
         ("error", 1, 0.0, 1, "must not fail in reset; of_row: ConnectionError: away; correct it"),
-        ("key", 99, 0.001, 4, "name GAME_KEY in rollout.environment.variables"),
+        ("key", 99, 30.0, 1, "name GAME_KEY in rollout.environment.variables"),
+        ("name", 99, 30.0, 1, "must not fail in reset; of_row: NameError: name 'gues' is not defined; correct it"),
         ("number", 1, 30.0, 1, "reset returns text or None; it returned a value of type int; return one of them"),
     ],
 )

@@ -189,6 +189,14 @@ def test_the_rate_rises_over_its_share_of_the_steps_and_falls_to_the_end() -> No
             module.configure_optimizers()
 
 
+def test_other_optimizers_of_a_subclass_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = planned(8, -1)
+    monkeypatch.setattr(module, "optimizers", lambda: [])
+    monkeypatch.setattr(module, "lr_schedulers", lambda: None)
+    with pytest.raises(UserError, match="configure_optimizers of QeRLModule returns others; remove it, and set"):
+        module.optimizer_and_schedule()
+
+
 def test_a_policy_is_loaded_once_by_the_seed_of_its_adapter(tiny_policy_dir: Path) -> None:
     module, device = module_of(tiny_policy_dir), torch.device("cpu")
     place, state = SimpleNamespace(root_device=device), SimpleNamespace(fn=TrainerFn.FITTING)

@@ -41,11 +41,12 @@ def test_a_file_has_a_line_for_each_rollout_and_validation(
     with caplog.at_level(logging.INFO, "qerl_pl"):
         logged = fit(tiny_policy_dir, tmp_path, RolloutLines())
     lines = [record.getMessage() for record in caplog.records if record.name == progress_module.__name__]
-    columns = (logged[tag] for tag in ("reward/mean", "policy/entropy", "completions/length_mean"))
+    tags = ("reward/mean", "policy/entropy", "completions/length_mean", "completions/truncated_frac")
+    columns = (logged[tag] for tag in tags)
     assert lines[1:5] == [
         f"rollout {number}/4: reward {reward:.3f}, entropy {entropy:.3f}, length {length:.0f} tokens, "
-        f"0:00:0{4 - number} left"
-        for number, (reward, entropy, length) in enumerate(zip(*columns, strict=True), start=1)
+        f"{truncated:.0%} cut off, 0:00:0{4 - number} left"
+        for number, (reward, entropy, length, truncated) in enumerate(zip(*columns, strict=True), start=1)
     ]
     labels = {"val/accuracy": "greedy accuracy", "val/pass@1": "sampled pass@1", "val/reward_mean": "mean reward"}
     after = ", ".join(f"{label} {logged[tag][-1]:.3f}" for tag, label in labels.items())

@@ -487,7 +487,9 @@ def test_an_environment_takes_no_rendered_text() -> None:
         continuation.prompt([*messages, {"role": "system", "content": "Go."}], observation="3")
 
 
-def test_prompts_of_an_environment_have_tools_and_instruction_of_others(tokenizer: str) -> None:
+def test_prompts_of_an_environment_have_tools_and_instruction_of_others(
+    tokenizer: str, caplog: pytest.LogCaptureFixture
+) -> None:
     rows = [Row("a", "How many?"), Row("b", "Few?", messages=({"role": "user", "content": "Few?"},))]
     data, loaded = (
         TableDataModule([{"question": "How many?"}], instruction="Few."),
@@ -501,6 +503,7 @@ def test_prompts_of_an_environment_have_tools_and_instruction_of_others(tokenize
         for continuation in [ChatContinuation(loaded, [2], None, data.system_prompt, instruction)]
     ]
     assert prompts[0] == [prompt.token_ids for prompt in data._render(loaded, rows, "training")]
+    assert "data.instruction is not added to 1 of 2 training prompts, which are lists of messages" in caplog.text
     assert [one == other for one, other in zip(*prompts, strict=True)] == [False, True]
 
 

@@ -280,11 +280,25 @@ def environment_settings(config: EnvironmentConfig, max_prompt_tokens: int) -> d
 
 
 def _reward_settings(reward: Reward) -> dict[str, Any]:
-    """Class and public settings of a reward."""
+    """Class and public settings of a reward, and a digest of the file with a user's code."""
     settings = {name: value for name, value in vars(reward).items() if not name.startswith("_")}
+    code: Any = type(reward)
     if isinstance(reward, RewardFunction):  # the others are the data's columns, and what was logged
         settings = {name: settings[name] for name in ("function", "weight", "name")}
-    return _plain({"class": type(reward), **settings})
+        code = _code(reward.function)
+    plain = _plain({"class": type(reward), **settings})
+    if not str(code.__module__).startswith("qerl_pl.") and (file := _source_file(code)) is not None:
+        plain["source"] = _sha256(file.read_bytes())
+    return plain
+
+
+def _source_file(code: Any) -> Path | None:
+    """The file that defines a function or class; None for one of C or of a notebook."""
+    try:
+        file = Path(inspect.getsourcefile(code) or "")
+    except TypeError:
+        return None
+    return file if file.is_file() else None
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
@@ -294,6 +308,11 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qualified_name(value: Any) -> str:
-    code = value.func if isinstance(value, partial) else value
-    code = code if inspect.isclass(code) or inspect.isroutine(code) else type(code)
+    code = _code(value)
     return f"{code.__module__}.{code.__qualname__}"
+
+
+def _code(value: Any) -> Any:
+    """The function or class of an object that may be called."""
+    code = value.func if isinstance(value, partial) else value
+    return code if inspect.isclass(code) or inspect.isroutine(code) else type(code)

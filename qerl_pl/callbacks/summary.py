@@ -40,6 +40,8 @@ PANELS = {
 METRICS = [metric for curves in PANELS.values() for metric in curves] + [f"time/{phase}_s" for phase in PHASES]
 AVERAGED = 3
 """Rollouts that first and last values are averaged over."""
+_MANY_TRUNCATED = 0.1
+"""Share of completions without an end from which on a rollout's line tells it."""
 
 
 def held_out_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -80,6 +82,8 @@ class RolloutLines(ProgressBar):
             reward, entropy, length = (float(metrics[tag]) for tag in PROGRESS_BAR)
             nats = "-" if math.isnan(entropy) else f"{entropy:.3f}"  # of no completion that is trained
             line = f"rollout {step}/{planned}: reward {reward:.3f}, entropy {nats}, length {length:.0f} tokens"
+            if (truncated := float(metrics["completions/truncated_frac"])) >= _MANY_TRUNCATED:
+                line += f", {truncated:.0%} cut off"
         elif step == planned or step % max(trainer.log_every_n_steps, 1) == 0:  # type: ignore[attr-defined]
             line = f"step {step}/{planned}: loss {float(metrics['optim/loss']):.3f}"
         else:

@@ -140,4 +140,4 @@ def _keys_of(owners: dict[str, type]) -> list[str]:
         parser = ArgumentParser()
         parser.add_class_arguments(owner, fail_untyped=False)
         keys += [f"{key}.{name}" for name in parser.get_defaults().keys()]
-    return keys
+    return [key for key in keys if not key.startswith("model.policy.toy.")]

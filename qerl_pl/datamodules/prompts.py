@@ -223,6 +223,11 @@ class PromptDataModule(ResumableDataModule):
         chats: list[Chat] = [row.question if row.messages is None else row.messages for row in rows]
         if self.instruction:
             asked = f"\n{self.instruction}"
+            if conversations := sum(row.messages is not None for row in rows):
+                log.warning(
+                    f"data.instruction is not added to {conversations} of {len(rows)} {use} prompts, which are lists "
+                    "of messages: write it into them, or set data.system_prompt"
+                )
             chats = [chat + asked if isinstance(chat, str) and not frame.made(chat) else chat for chat in chats]
         token_ids = render_prompts(tokenizer, chats, self.system_prompt, self.chat_template_kwargs, self.tools)
         prompts = [

@@ -27,6 +27,8 @@ _REPEATS = "%s of an environment fails (%s): trying again for %g s"
 _DONE = "dialogue_done is true after reset, so that dialogues end at their first call; set it to False"
 BACKOFF = 3, 300.0
 """A failed `reset` is repeated at least this often, and for at least these seconds."""
+_PERMANENT = re.compile(r"(NameError|UnboundLocalError|ImportError|ModuleNotFoundError|SyntaxError|IndentationError): ")
+"""Errors that another try of `reset` does not mend."""
 _MISSING_VARIABLE = re.compile(r"KeyError: '(\w+)'")
 T = TypeVar("T")
 
@@ -156,7 +158,8 @@ class Session:
             if not worker.busy:
                 await environments.end(worker)
             environments.release(worker, reusable=False)
-            if backoff.is_used_up() or reply.get("refused") or not environments.is_alive():
+            permanent = reply.get("refused") or _is_permanent(reply["error"]) or not environments.is_alive()
+            if permanent or backoff.is_used_up():
                 environments.raise_error(method, reply)
             environments.warn(_REPEATS, method, reply["error"], BACKOFF[1])
             await backoff.pause()
@@ -261,11 +264,21 @@ class _Environments(ProcessPool):
         raise UserError(f"an environment must not fail in {method}; {self._factory}: {error}; {remedy_of(error)}")
 
 
+def _missing_variable(error: str) -> str | None:
+    """The environment variable of this process that a worker looked for in vain; None for another error."""
+    missing = _MISSING_VARIABLE.search(error)
+    return missing[1] if missing is not None and missing[1] in os.environ else None
+
+
+def _is_permanent(error: str) -> bool:
+    """Whether another try gives the same error."""
+    return _PERMANENT.match(error) is not None or _missing_variable(error) is not None
+
+
 def remedy_of(error: str) -> str:
     """What to do about an environment's error."""
-    missing = _MISSING_VARIABLE.search(error)
-    if missing is not None and missing[1] in os.environ:
-        return f"workers get few variables: name {missing[1]} in rollout.environment.variables"
+    if missing := _missing_variable(error):
+        return f"workers get few variables: name {missing} in rollout.environment.variables"
     return "correct it"
 
 

@@ -248,7 +248,11 @@ class PolicyModule(LightningModule, ChecksFirst):
     def optimizer_and_schedule(self) -> tuple[LightningOptimizer, LRScheduler]:
         """The only ones of the training."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        assert isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)
+        if not (isinstance(optimizer, LightningOptimizer) and isinstance(schedule, LRScheduler)):
+            raise UserError(
+                f"a policy is trained by one optimizer and one schedule; configure_optimizers of {type(self).__name__} "
+                "returns others; remove it, and set model.optimizer and model.lr_scheduler"
+            )
         return optimizer, schedule
 
     def on_train_start(self) -> None:

@@ -266,7 +266,14 @@ class Collector:
     def _warn(self, groups: Sequence[Group], training: Sequence[Group], advantages: Tensor, version: int) -> None:
         """Log a warning if nothing trains, and, once for each, about rewards that apply to no completion."""
         if training and not advantages.any() and not self.objective.needs_teacher:
-            log.warning("rollout %d has no advantages: each group's rewards are equal or missing", version)
+            log.warning(
+                "rollout %d has no advantages: each group's rewards are equal or missing; the first completion, of row "
+                "%s, ends with %r, and its reference is %.80r",
+                version,
+                groups[0].prompt.id,
+                groups[0].texts[0][-80:],
+                groups[0].prompt.reference,
+            )
         for name in groups[0].rewards.keys() - {EnvironmentReward.name} - self._missing_rewards:
             if all(group.rewards[name].isnan().all() for group in groups):
                 self._missing_rewards.add(name)
