@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -369,3 +369,8 @@ def test_samples_are_graded_again_by_a_reward_whose_file_has_changed(
     file.write_text(f"{text}# other grades")
     assert _reward_settings(reward) != before
     assert "source" not in _reward_settings(GSM8KAnswer())
+    shell: dict[str, Any] = {"__name__": "__main__"}
+    exec(text, shell)
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # as in a notebook, without a file
+    assert "source" not in _reward_settings(RewardFunction(shell["exact"]))
+    assert "source" not in _reward_settings(shell["Exact"]())

@@ -296,7 +296,7 @@ def _source_file(code: Any) -> Path | None:
     """The file that defines a function or class; None for one of C or of a notebook."""
     try:
         file = Path(inspect.getsourcefile(code) or "")
-    except TypeError:
+    except (OSError, TypeError):  # OSError of a notebook's class
         return None
     return file if file.is_file() else None
 
