@@ -155,13 +155,13 @@ def test_a_dialogue_whose_process_ends_is_over(ending: dict[str, tuple[Session, 
 
 
 def test_what_a_tool_left_is_not_there_in_the_next_dialogue(pool: EnvironmentPool) -> None:
-    found = []
+    states = []
     for kind in ("changed_process", "thread", "process", "none"):
         session = pool.open({"start": 0}, seed=7)
-        found.append(json.loads(session.call("show", {}).result().text))
+        states.append(json.loads(session.call("show", {}).result().text))
         session.call("harm", {"kind": kind}).result()
         session.close()
-    assert found == [found[0]] * 4 and found[0][0] == os.getcwd() and found[0][2:] == [1, 0.0]
+    assert states == [states[0]] * 4 and states[0][0] == os.getcwd() and states[0][2:] == [1, 0.0]
 
 
 def test_processes_that_a_tool_left_end_with_the_pool() -> None:

@@ -206,8 +206,8 @@ def test_a_request_has_a_time_limit(serve: Callable[..., Server]) -> None:
         return "Score: 4"
 
     server = serve(answer)
-    assert grades(JudgeReward(server.url, "grader", time_limit_s=1.0), samples("a")) == [pytest.approx(0.4)]
-    assert len(server.asked) >= 2
+    assert grades(JudgeReward(server.url, "grader", time_limit_s=5.0), samples("a")) == [pytest.approx(0.4)]
+    assert len(server.asked) == 2
     done.set()
 
 

@@ -168,7 +168,7 @@ FILES = {
     "fit: {rollout: {sampling: null}}": "rollout.sampling is a mapping of keys; ",
     "# für": "is YAML in UTF-8, .*mine.yaml: 'utf-8' codec can't decode byte",
     "rollout: {group_size: 4}\nrollout: {sampling: {}}": "a key stands once .*, line 2 has rollout again; put ",
-    "noise: &a\n  stages: 3\n  decay: *a": "anchor must not contain its own alias; .*, line 1 has ",
+    "noise: &a\n  stages: 3\n  decay: *a": "must not contain its own alias; .*, line 1 has one that does; write",
     "trainer:\n  callbacks:\n  - class_path: A\n    class_path: B": "line 4 has class_path again",
 }
 

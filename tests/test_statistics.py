@@ -71,8 +71,8 @@ def test_metrics_of_prompts() -> None:
         EvaluatedPrompt("a", RIGHT, [GradedAnswer(True, "5", 4), cut]),
         EvaluatedPrompt("b", SEVEN, [GradedAnswer(False, "7", 1), GradedAnswer(False, "8", 1)]),
     ]
-    found = {name: values.tolist() for name, values in prompt_metrics(prompts).items()}
-    assert found == {
+    metrics = {name: values.tolist() for name, values in prompt_metrics(prompts).items()}
+    assert metrics == {
         "accuracy": [1, 0],
         "pass@1": [0.5, 0],
         "pass@2": [1, 0],
@@ -81,7 +81,7 @@ def test_metrics_of_prompts() -> None:
         "truncated_frac": [0.5, 0],
         "unanswered_frac": [0.5, 0],
     }
-    assert found.keys() - prompt_metrics(prompts, extracts_answers=False).keys() == {"maj@2", "unanswered_frac"}
+    assert metrics.keys() - prompt_metrics(prompts, extracts_answers=False).keys() == {"maj@2", "unanswered_frac"}
 
 
 def graded(**rewards: float | None) -> GradedAnswer:

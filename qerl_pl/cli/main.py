@@ -239,7 +239,7 @@ class QeRLCLI(LightningCLI):
         config = self._get(self.config_init, "trainer")
         root = os.path.expanduser(config["default_root_dir"])
         kwargs["default_root_dir"] = root
-        for folder in (Path(root), Path(root) / CHECKPOINTS):  # or TensorBoard fails at the end
+        for folder in (Path(root), Path(root) / CHECKPOINTS):  # before TensorBoard, whose thread fails at the end
             if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
                 raise UserError(
                     f"a run writes to its folder; {folder} is read-only; choose another trainer.default_root_dir, or "

@@ -158,8 +158,8 @@ class Session:
             if not worker.busy:
                 await environments.end(worker)
             environments.release(worker, reusable=False)
-            permanent = reply.get("refused") or _is_permanent(reply["error"]) or not environments.is_alive()
-            if permanent or backoff.is_used_up():
+            is_last = backoff.is_used_up() or not environments.is_alive()
+            if is_last or reply.get("refused") or _is_permanent(reply["error"]):
                 environments.raise_error(method, reply)
             environments.warn(_REPEATS, method, reply["error"], BACKOFF[1])
             await backoff.pause()

@@ -196,7 +196,7 @@ class TensorFiles:
         self.skipped = sorted(files.keys() - {*self._stored.values(), *self._scales.values()})
         """Stored names of tensors that are no part of the text model."""
         self._parts: dict[str, tuple[int, int, int]] = {}
-        """Places of tensors within a stack: expert, first row, and the row after the last."""
+        """Slices of a stack that are tensors of their own: expert, first row, and the row after the last."""
         family = find_family((config.get("text_config") or config).get("model_type"))
         if family is not None and family.experts is not None and family.experts.published_in_stacks:
             self._unstack()

@@ -51,7 +51,7 @@ def free_cpu_bytes() -> int:
 
 
 def pinned_bytes(layers: int, hidden_size: int, tokens: int, dtype: torch.dtype) -> int:
-    """Pinned memory for the inputs of a decoder's layers and of its last norm, in whole blocks."""
+    """Pinned memory for the inputs of a decoder's layers and of its last norm, each rounded up to blocks."""
     blocks = -(-hidden_size * tokens * dtype.itemsize // BLOCK_BYTES)
     return (layers + 1) * blocks * BLOCK_BYTES
 

@@ -10,8 +10,8 @@ class ExponentialBackoff:
     """Retries with pauses that double, until their number and their time are both used up.
 
     Args:
-        retries: Failures are retried at least this often,
-        seconds: and for at least this time from the first failure on.
+        retries: Least number of retries.
+        seconds: Least time of retrying, from the first failure on.
     """
 
     def __init__(self, retries: int, seconds: float) -> None:
