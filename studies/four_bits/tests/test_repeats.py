@@ -53,15 +53,19 @@ def test_methods_agree_until_the_noise_begins(seed: int) -> None:
     assert first_difference(methods["nvfp4"], methods["nvfp4_aqn"]) == 4
 
 
-def test_of_three_trainings_two_are_the_same() -> None:
+def test_trainings_are_the_same_but_for_the_first() -> None:
     last = {row["run"]: row for row in rows("study.jsonl")}
     found = {
-        (row["levels"]["method"], row["where"]["commit"]): first_difference(row, last[row["run"]])
+        (row["levels"]["method"], row["levels"]["order"], row["where"]["commit"]): first_difference(
+            row, last[row["run"]]
+        )
         for row in rows("repeats.jsonl")
     }
     assert found == {
-        ("lora16", "fa656bd7"): 1,
-        ("nvfp4_aqn", "fa656bd7"): 0,
-        ("lora16", "7261dbc7"): None,
-        ("nvfp4_aqn", "7261dbc7"): None,
+        ("lora16", 1, "fa656bd7"): 1,
+        ("nvfp4_aqn", 1, "fa656bd7"): 0,
+        ("lora16", 1, "7261dbc7"): None,
+        ("nvfp4_aqn", 1, "7261dbc7"): None,
+        ("lora16", 2, "fa656bd7"): 2,
+        ("nvfp4_aqn", 2, "fa656bd7"): 1,
     }
