@@ -197,7 +197,8 @@ def test_a_file_of_python_that_does_not_parse_is_named(tmp_path: Path, case: str
     wrapped = ArgumentError(None, 'Parser key "data":\n  Given value: mine.Data')
     wrapped.__cause__ = SyntaxError("expected ':'", ("mine.py", 1, 4, "class Data"))
     line = explain(wrapped, ["fit"])
-    assert line == "data does not take mine.Data (expected ':' (mine.py, line 1)); correct it; see qerl fit --help"
+    found = "data does not take mine.Data (expected ':' (mine.py, line 1))"
+    assert line == f"{found}; correct the name or the file; see qerl fit --help"
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: str) -> str:

@@ -59,14 +59,26 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     ),
     "class of no module": (
         "--data nowhere.Data",
-        r"data does not take nowhere.Data \(No module named 'nowhere'\); corr",
+        r"data does not take nowhere.Data \(No module named 'nowhere'\); name a class, such as",
     ),
     "reward": ({"rollout": {"rewards": {"a": "qerl_pl.rewards.X"}}}, "reward is a class .*'qerl_pl.rewards.X'"),
     "null for a number": ({"model": {"warmup_ratio": None}}, "model.warmup_ratio does not take null; give a number"),
     "null for a group": ({"model": {"policy": {"lora": None}}}, "model.policy.lora is a mapping of .* no keys below"),
     "no path": ("--data TableDataModule", "^qerl: data.path needs a value; got none; set it; see qerl fit"),
-    "off": ("--noise off", "noise does not take False; "),
-    "text for a list": ("--rollout.sampling.stop END", "rollout.sampling.stop does not take END; correct it; see"),
+    "off": ("--noise off", r"False; give a class \(AdaptiveQuantizationNoise or one derived from it\) or null; see"),
+    "text for a list": ("--rollout.sampling.stop END", r"stop does not take END; give a list \[VALUE\]; see"),
+    "text for a choice or a list": (
+        "--model.policy.lora.targets q_proj",
+        r"lora.targets does not take q_proj; give a list \[VALUE\], all-linear or null; see",
+    ),
+    "text for a choice": ("--model.policy.dtype half", "dtype does not take half; give float32 or bfloat16; see"),
+    "name of no class": ("--model.optimizer adamw", "optimizer does not take adamw; give the import path of a class;"),
+    "beginning of a class": ("--trainer.logger wandb", r"logger does not take wandb; did you mean WandbLogger\?"),
+    "file for data": (
+        "--data rows.csv",
+        r"take rows.csv .*; name a class, such as TableDataModule, and its file",
+    ),
+    "reward without a name": ("--rollout.rewards mine.py:f", "take mine.py:f; give each by its name, rollout.rewards."),
     "file for a group": ("--rollout.environment game.py:Game", "rollout.environment.*game.py:Game.* see qerl fit"),
     "null for a group's option": (
         "--rollout.sampling null",
@@ -81,7 +93,7 @@ LINES: dict[str, tuple[str | dict[str, Any], str]] = {
     "number of a class": ("--model.objective.correction.cap x", "correction.cap does not take x; give a number"),
     "number in a file": (
         {"data": of("TableDataModule", path="x", sets={"easy": {"path": "y", "limit": "many"}})},
-        "data.sets.limit does not take many; give an integer; see",
+        "data.sets.limit does not take many; give an integer or null; see",
     ),
     "no YAML for a group": ("--rollout.sampling {a:[", r"rollout.sampling.*\{a:\["),
     "argument of an entry": (

@@ -38,13 +38,29 @@ _VALUE = re.compile(r"(?:Given|Got) value: (.*?)(?:\. Got value: .*)?$", re.MULT
 
 _OF_AN_ENTRY = re.compile(r"NestedArg\(key='([\w.]+)'")
 _NO_GROUP = re.compile(r"Unable to load config '(.*?)'")
-_EXPECTED = re.compile(r"Expected a <class '(int|float|bool)'>")
+_TYPES = re.compile(r"Subtypes: \[(.*)\]$|Expected a ([\w.]+\[.*\]|<class '[\w.]+'>)", re.MULTILINE)
+_IMPORT_PATH = re.compile(r"Expected a dot import path string: (\S+)")
 _OTHER_CLASS = re.compile(r"Import path (?:\S+ )?does not (implement protocol|correspond to a subclass of) (\w+)")
 _OTHER_REMEDIES = {
     "implement protocol": "it is no {}, whose methods it must have with the same arguments",
     "correspond to a subclass of": "derive it from {}",
 }
-_KINDS = {"int": "give an integer", "float": "give a number", "bool": "give true or false"}
+_KINDS = {
+    "int": ["an integer"],
+    "float": ["a number"],
+    "bool": ["true", "false"],
+    "str": ["text"],
+    "NoneType": ["null"],
+    "Tensor": [],
+    **dict.fromkeys(("tuple", "list", "Sequence", "Iterable"), ["a list [VALUE]"]),
+    **dict.fromkeys(("dict", "Mapping"), ["a mapping {KEY: VALUE}"]),
+}
+"""What a value of each type is."""
+_REMEDIES = {
+    "data": "name a class, such as TableDataModule, and its file by data.path",
+    "rollout.rewards": "give each by its name, rollout.rewards.NAME",
+}
+"""What to do about a wrong value of some keys, if their kinds do not say it."""
 
 
 def explain(error: Exception, argv: list[str]) -> str | None:
@@ -108,7 +124,7 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
         return f"{f'{place}.{required[1]}'.removeprefix('.')} needs a value; got none; set it"
     if text := _NO_GROUP.search(message):
         return f"{place} is a mapping of keys; got {text[1]:.80}; set --{place}.KEY for some, or leave it out"
-    value = _VALUE.search(message, message.rfind("Parser key"))
+    value = _VALUE.search(message, message.rfind("Parser key")) or _IMPORT_PATH.search(message)
     if not value:
         return textwrap.shorten(message.replace("  - ", ""), 250, placeholder=" ...")
     above, _, last = place.rpartition(".")
@@ -118,12 +134,39 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
     reason = f" ({cause})" if isinstance(cause, _IMPORTING) else ""
     if other := _OTHER_CLASS.search(message):
         return f"{place} does not take {given:.80}; {_OTHER_REMEDIES[other[1]].format(other[2])}"
-    kinds = {*_EXPECTED.findall(message, message.rfind("Parser key"))}
-    remedy = _KINDS[kinds.pop()] if len(kinds) == 1 else "correct it"
+    remedy = "correct the name or the file" if reason else _remedy(message[message.rfind("Parser key") :])
     if by_file := re.fullmatch(r"(?:.*/)?(\w+)\.py:(\w+)", given):
         remedy = f"name it by import path, {by_file[1]}.{by_file[2]}"
-    meant = did_you_mean(given.rpartition(".")[2], _CLASSES).strip() or remedy
-    return f"{place} does not take {given:.80}{reason}; {meant}"
+    if place in _REMEDIES and given != "null" and (not reason or isinstance(cause, ModuleNotFoundError)):
+        remedy = _REMEDIES[place]
+    return f"{place} does not take {given:.80}{reason}; {_class_meant(given) or remedy}"
+
+
+def _remedy(message: str) -> str:
+    """What a key takes, by the type or the union of types that jsonargparse expected; the first is the outermost."""
+    types = _TYPES.search(message)
+    text = re.sub(r"typing\.Literal\[(.*?)\]", r"\1", (types[1] or types[2]) if types else "")
+    while (inner := re.sub(r"\[[^\[\]]*\]", "", text)) != text:
+        text = inner
+    kinds = [kind for word in text.split(", ") if word for kind in _kinds(word)]
+    if not kinds:
+        return "give the import path of a class" if _IMPORT_PATH.search(message) else "correct it"
+    *first, last = kinds
+    return f"give {', '.join(first)} or {last}" if first else f"give {last}"
+
+
+def _kinds(word: str) -> list[str]:
+    """What a type of a union, or a choice in quotes, takes."""
+    if word.startswith("'"):
+        return [word.strip("'")]
+    name = word.removeprefix("<class ").strip("'>").rpartition(".")[2]
+    return _KINDS.get(name, [f"a class ({name} or one derived from it)"])
+
+
+def _class_meant(given: str) -> str:
+    """The question for the class whose name begins so, or with the most similar name; empty if there is none."""
+    longer = [name for name in sorted(_CLASSES) if len(given) > 2 and name.lower().startswith(given.lower())]
+    return f"did you mean {longer[0]}?" if longer else did_you_mean(given.rpartition(".")[2], _CLASSES).strip()
 
 
 def _nearest_key(key: str, keys: list[str]) -> str | None:
