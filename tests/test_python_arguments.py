@@ -33,6 +33,25 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: PolicyConfig(quantization="int4"), "model.policy.quantization must be one of nvfp4, .*; got 'int4'"),
     (lambda: PolicyConfig(dtype=torch.bfloat16), "model.policy.dtype must be one of float32, bfloat16; got torch.bf"),
     (lambda: PolicyConfig(finetune="qlora"), "model.policy.finetune must be one of lora, full; got 'qlora'"),
+    (
+        lambda: PolicyConfig(lora={"rank": 8}),
+        "lora must be of the class LoraConfig; got {'rank': 8}; make it by .*lora.LoraConfig",
+    ),
+    (
+        lambda: QeRLModule("Qwen/Qwen2.5-1.5B"),
+        "policy must be of the class PolicyConfig; got 'Qwen/Qwen2.5-1.5B'; make it by",
+    ),
+    (lambda: QeRLModule(objective="grpo"), "objective must be of the class Objective; got 'grpo'; make it by"),
+    (lambda: QeRLModule(teacher={"path": "x"}), "teacher must be of the class TeacherConfig; got {"),
+    (
+        lambda: RolloutCallback([], sampling={"max_tokens": 8}),
+        "sampling must be of the class SamplingConfig; got {'max_tok",
+    ),
+    (
+        lambda: RolloutCallback([], environment={"factory": Named}),
+        "environment must be of the class EnvironmentConfig; got {",
+    ),
+    (lambda: RolloutCallback([], evaluation={"samples": 4}), "evaluation must be of the class EvaluationConfig; got {"),
     (lambda: RolloutCallback("GSM8KAnswer"), "rewards must be a list of them; got 'GSM8KAnswer'"),
     (lambda: RolloutCallback(["GSM8KAnswer"]), "a reward is a class of rewards, or a function named .*'GSM8KAnswer'"),
     (

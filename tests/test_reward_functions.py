@@ -132,9 +132,12 @@ def test_a_column_that_other_rows_of_the_data_have_is_none_here() -> None:
     reward.data_columns = {"unit": None, "level": None}
     assert score([reward], SAMPLES).rewards["unit"].isnan().all()
     assert score([reward], [*SAMPLES[:2], sample("2 m", columns={"unit": "m"})]).rewards["unit"][2] == 1.0
+    check_references([reward], {})
     reward.data_columns = ["level"]
     with pytest.raises(UserError, match="needs unit, and the data has level; "):
         score([reward], SAMPLES)
+    with pytest.raises(UserError, match="needs unit, and the data has level; "):
+        check_references([reward], {})  # before the engine starts
 
 
 def test_a_function_that_takes_answers_is_refused_where_the_data_has_none() -> None:
@@ -398,6 +401,7 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
         ("{file}:missing", "'.*' cannot be imported .*'missing'.*; correct the name"),
         ("{file}x.py:exact", "'.*' cannot be imported .no file .*x.py.; correct the name"),
         ("trl_rewards.number", "'trl_rewards.number' is a int; name a function"),
+        ("{file}:Other", "'.*:Other' is a class; name it by import path, trl_rewards.Other"),
         ("pathlib.Path", r"'pathlib.Path' is a class without name, weight and __call__\(self, samples\); derive it"),
     ],
 )

@@ -11,7 +11,7 @@ from qerl_pl.algorithm import OnPolicyDistillation
 from qerl_pl.datamodules.prompts import PromptDataModule
 from qerl_pl.engines.base import EngineSpec, RolloutEngine
 from qerl_pl.engines.transformers import TransformersEngine
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.evaluation.evaluator import Evaluator, EvaluatorConfig
 from qerl_pl.models.folder import end_token_ids
 from qerl_pl.modules.qerl import QeRLModule, require_qerl_module
@@ -106,6 +106,9 @@ class RolloutCallback(Callback, SamplingCallback):
         evaluation: EvaluationConfig = EvaluationConfig(),
     ) -> None:
         require_at_least(1, {"check_every": check_every})
+        require_type(SamplingConfig, sampling=sampling)
+        require_type(EnvironmentConfig, environment=environment)
+        require_type(EvaluationConfig, evaluation=evaluation)
         has_environment = environment.factory is not None
         listed = with_environment_reward(as_rewards(rewards), has_environment, environment.weight)
         self.scorer = Scorer(listed, accuracy_reward)

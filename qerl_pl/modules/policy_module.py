@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, install_sigusr1_handler, require_at_least
+from qerl_pl.errors import UserError, install_sigusr1_handler, require_at_least, require_type
 from qerl_pl.models.memory import pending_state_bytes
 from qerl_pl.modules.optimizer import (
     WARMUP_RATIO,
@@ -96,6 +96,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         seed: int = 0,
     ) -> None:
         super().__init__()
+        require_type(PolicyConfig, policy=policy)
         require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:

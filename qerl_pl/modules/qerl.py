@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.algorithm.objectives import GRPO, Objective
-from qerl_pl.errors import UserError, require_at_least
+from qerl_pl.errors import UserError, require_at_least, require_type
 from qerl_pl.evaluation.metrics import evaluation_tag, prompt_metrics
 from qerl_pl.modules.policy_module import PolicyModule
 from qerl_pl.modules.update import PolicyUpdate
@@ -75,6 +75,8 @@ class QeRLModule(PolicyModule):
         require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
         # No default instance: jsonargparse would pass its values to any other class that a user names.
         self.objective = GRPO() if objective is None else objective
+        require_type(Objective, objective=self.objective)
+        require_type(TeacherConfig, teacher=teacher)
         measured = 0.0 if policy.finetune == "full" else float(monitor_kl)
         limits = self.micro_batch_tokens, self.max_grad_norm
         self.update = PolicyUpdate(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from qerl_pl.algorithm.noise import NormNoise
 from qerl_pl.engines.base import SharedWeights
-from qerl_pl.errors import UserError, require_at_least, require_one_of
+from qerl_pl.errors import UserError, require_at_least, require_one_of, require_type
 from qerl_pl.formats.base import format_of, named_format
 from qerl_pl.formats.base_format import DENSE
 from qerl_pl.formats.dense_checkpoint import validate_checkpoint
@@ -92,6 +92,7 @@ class PolicyConfig:
         for name in ("path", "adapter"):  # as text, which a checkpoint can hold
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, os.fspath(path))
+        require_type(LoraConfig, lora=self.lora)
         named_format(self.quantization)
         require_one_of(tuple(DTYPES), "model.policy.dtype", self.dtype)
         require_one_of(("lora", "full"), "model.policy.finetune", self.finetune)

@@ -2,9 +2,10 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from qerl_pl.errors import UserError
@@ -20,6 +21,17 @@ _OWN_TAGS = (
     "(reward|policy|optim|completions|environment|mismatch|aqn|time|perf|memory|val|test)/.*|epoch|step|rollouts"
 )
 """Tags that a run logs itself."""
+_ARGUMENTS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "answer",
+    "solution",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
+"""Arguments of a function that are no columns of the data."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +92,25 @@ class RewardFunction(Reward):
             "log_extra": partial(self._log_extra, len(samples)),
             "log_metric": self._log_metric,
         }
-        if samples and (missing := [name for name in self._needs if name not in arguments]):
-            columns = dict.fromkeys([*self.data_columns, *(name for sample in samples for name in sample.columns)])
-            raise UserError(
-                "a reward function takes prompts, completions, completion_ids, answer, solution, trainer_state, "
-                f"log_extra, log_metric and the columns of the data; reward {self.name!r} also needs "
-                f"{', '.join(missing)}, and the data has {', '.join(columns) or 'no columns'}; correct the argument's "
-                "name, or give it a default"
-            )
+        if samples:
+            self._check_columns([*self.data_columns, *(name for sample in samples for name in sample.columns)])
         if self._takes is not None:
             arguments = {name: values for name, values in arguments.items() if name in self._takes}
         return self.function(**arguments)
 
+    def _check_columns(self, columns: Iterable[str]) -> None:
+        """Refuse data of these columns if the function needs another."""
+        found = dict.fromkeys(columns)
+        if missing := [name for name in self._needs if name not in (*_ARGUMENTS, *found)]:
+            raise UserError(
+                f"a reward function takes {', '.join(_ARGUMENTS[:-1])}, {_ARGUMENTS[-1]} and the columns of the data; "
+                f"reward {self.name!r} also needs {', '.join(missing)}, and the data has "
+                f"{', '.join(found) or 'no columns'}; correct the argument's name, or give it a default"
+            )
+
     def check_references(self, references: Mapping[str, str]) -> None:
-        """Refuse data without any reference if the function takes them."""
+        """Refuse data without a column that the function needs, or without any reference if it takes them."""
+        self._check_columns(self.data_columns)
         taken = [name for name in ("answer", "solution") if name in self._needs and name not in self.data_columns]
         if taken and not any(references.values()):
             raise UserError(
@@ -155,10 +172,11 @@ def load_function(name: str) -> Function:
     """
     function = load_named(name, _RULE, "choose one of qerl_pl.rewards, or name the function's module", "reward")
     if inspect.isclass(function):
-        raise UserError(
-            f"{_RULE}; {name!r} is a class without name, weight and __call__(self, samples); derive it from "
-            "qerl_pl.rewards.Reward"
-        )
+        file, _, attribute = name.rpartition(".py:")
+        found = "a class without name, weight and __call__(self, samples); derive it from qerl_pl.rewards.Reward"
+        if file:
+            found = f"a class; name it by import path, {Path(file).name}.{attribute}"
+        raise UserError(f"{_RULE}; {name!r} is {found}")
     if not callable(function):
         raise UserError(f"{_RULE}; {name!r} is a {type(function).__name__}; name a function")
     return function

@@ -118,7 +118,7 @@ class VLLMEngine(RolloutEngine):
 
     def __post_init__(self) -> None:
         if self.kv_cache_gib is not None and self.gpu_memory_utilization is not None:
-            raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: leave one out")
+            raise UserError("set one of kv_cache_gib and gpu_memory_utilization; both are set: set the other to null")
         limits = {"max_num_seqs": self.max_num_seqs, "dense_above": self.dense_above}
         require_at_least(1, limits | {"decode_gemm_max_tokens": self.decode_gemm_max_tokens})
         self.kernels: list[str] = []
