@@ -373,6 +373,10 @@ def test_a_users_own_module_is_named_by_its_import_path(
         (["--model.class_path=nowhere.Mine"], "model.class_path is .*'nowhere.Mine' cannot be imported"),
         (["--model.class_path", "torch.nn.Linear"], "got torch.nn.Linear, which is none; derive it from one"),
         (
+            ["--model.class_path", "few.py:Few"],
+            r"few.py:Few does not take seed; add \*\*settings to its __init__, and g",
+        ),
+        (
             ["-c", '{"model": {"class_path": "SFTModule"}}'],
             "read before other keys; it stands in a pipe, .*; add --model",
         ),
@@ -382,6 +386,12 @@ def test_a_module_that_does_not_go_with_the_run_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("few.py").write_text(
+        "from qerl_pl.modules import QeRLModule\n"
+        "class Few(QeRLModule):\n"
+        "    def __init__(self, policy):\n"
+        "        super().__init__(policy)\n"
+    )
     with pytest.raises(UserError, match=message) as refused:
         built("fit", "-c", str(QUICKSTART), *words)
     assert "\n" not in str(refused.value)

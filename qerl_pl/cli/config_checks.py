@@ -1,6 +1,7 @@
 """The class of the module, and checks of a parsed configuration."""
 
 import argparse
+import inspect
 from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,6 +92,12 @@ def named_module(name: str | None) -> type[PolicyModule]:
     kind = known.get(name) or load_named(name, rule, remedy, "module")
     if not (isinstance(kind, type) and issubclass(kind, PolicyModule)):
         raise UserError(f"{rule}; got {name}, which is none; derive it from one")
+    parameters = inspect.signature(kind).parameters.values()
+    if not any(one.name == "seed" or one.kind is one.VAR_KEYWORD for one in parameters):
+        raise UserError(
+            f"a module takes the arguments of the class that it is derived from; {name} does not take seed; add "
+            "**settings to its __init__, and give them to super().__init__"
+        )
     return kind
 
 
