@@ -273,13 +273,14 @@ def test_what_does_not_go_on_from_a_checkpoint_is_refused_and_leaves_no_trace(
 
 @pytest.mark.usefixtures("process_state")
 def test_a_finished_run_that_is_resumed_only_ends_again(
-    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path
+    uninterrupted: Path, tiny_policy_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     written = [run / "summary.json", run / "adapter/adapter_model.safetensors"]
     for path in written:
         path.unlink()
     assert fit_here(configuration(tiny_policy_dir, run), "--resume", "auto") == 0
+    assert "all 8 training batches of this run are done: to go on, raise trainer.max_epochs or max_steps" in caplog.text
     versions = [json.loads(line)["version"] for line in (run / "completions.jsonl").read_text().splitlines()]
     assert versions == sorted([*range(8)] * 4)  # nothing was sampled twice
     assert all(path.stat().st_size > 0 for path in written)

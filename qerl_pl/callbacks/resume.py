@@ -137,6 +137,14 @@ class ResumeCheckpoint(Checkpoint):
         if self._step_end:
             self._save(trainer)
 
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log a warning if a finished run was resumed, which has nothing to do."""
+        if not self._step_end and not trainer.should_stop:
+            done = trainer.fit_loop.total_batch_idx + 1
+            log.warning(
+                "all %d training batches of this run are done: to go on, raise trainer.max_epochs or max_steps", done
+            )
+
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Save the state before a rollout that a UserError has ended; restore the signal handlers; requeue the job."""
         try:
