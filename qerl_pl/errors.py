@@ -43,16 +43,15 @@ def require_at_least(least: int, values: Mapping[str, int | None]) -> None:
             raise UserError(f"{name} must be at least {least}; got {value}; set it to {least} or more")
 
 
-def require_type(kind: type, **values: object) -> None:
-    """Refuse settings (by name) of another class: a script may give a dictionary, of which the command line makes one.
+def require_type(kind: type, name: str, value: object) -> None:
+    """Refuse a setting of another class: a script may give a dictionary, of which the command line makes one.
 
     Raises:
-        UserError: A value is none.
+        UserError: It is of another class.
     """
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            made = f"{kind.__module__}.{kind.__name__}"
-            raise UserError(f"{name} must be of the class {kind.__name__}; got {value!r:.60}; make it by {made}")
+    if not isinstance(value, kind):
+        made = f"{kind.__module__}.{kind.__name__}"
+        raise UserError(f"{name} must be of the class {kind.__name__}; got {value!r:.60}; make it by {made}")
 
 
 def require_one_of(choices: Sequence[str], name: str, value: object) -> None:

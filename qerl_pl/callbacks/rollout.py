@@ -106,9 +106,9 @@ class RolloutCallback(Callback, SamplingCallback):
         evaluation: EvaluationConfig = EvaluationConfig(),
     ) -> None:
         require_at_least(1, {"check_every": check_every})
-        require_type(SamplingConfig, sampling=sampling)
-        require_type(EnvironmentConfig, environment=environment)
-        require_type(EvaluationConfig, evaluation=evaluation)
+        require_type(SamplingConfig, "sampling", sampling)
+        require_type(EnvironmentConfig, "environment", environment)
+        require_type(EvaluationConfig, "evaluation", evaluation)
         has_environment = environment.factory is not None
         listed = with_environment_reward(as_rewards(rewards), has_environment, environment.weight)
         self.scorer = Scorer(listed, accuracy_reward)

@@ -17,6 +17,7 @@ from qerl_pl.cli.commands import COMMAND_HELP, TRAINER_COMMANDS
 from qerl_pl.cli.config_checks import CALLBACKS, module_class
 from qerl_pl.datamodules import PromptDataModule
 from qerl_pl.errors import UserError, did_you_mean, explain_file_error
+from qerl_pl.runtime.import_path import import_path_of
 
 _IMPORTING = (AttributeError, ImportError, SyntaxError)
 _PARSING = (*_IMPORTING, TypeError, ValueError, LookupError, OSError, ArgumentError, YAMLError)
@@ -135,8 +136,8 @@ def _parsing(message: str, cause: BaseException, groups: dict[str, type]) -> str
     if other := _OTHER_CLASS.search(message):
         return f"{place} does not take {given:.80}; {_OTHER_REMEDIES[other[1]].format(other[2])}"
     remedy = "correct the name or the file" if reason else _remedy(message[message.rfind("Parser key") :])
-    if by_file := re.fullmatch(r"(?:.*/)?(\w+)\.py:(\w+)", given):
-        remedy = f"name it by import path, {by_file[1]}.{by_file[2]}"
+    if import_path := import_path_of(given):
+        remedy = f"name it by import path, {import_path}"
     if place in _REMEDIES and given != "null" and (not reason or isinstance(cause, ModuleNotFoundError)):
         remedy = _REMEDIES[place]
     return f"{place} does not take {given:.80}{reason}; {_class_meant(given) or remedy}"

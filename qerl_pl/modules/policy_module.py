@@ -96,7 +96,7 @@ class PolicyModule(LightningModule, ChecksFirst):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require_type(PolicyConfig, policy=policy)
+        require_type(PolicyConfig, "policy", policy)
         require_at_least(1, {"model.micro_batch_tokens": micro_batch_tokens})
         require_at_least(0, {"model.seed": seed})
         if not max_grad_norm > 0:

@@ -75,8 +75,8 @@ class QeRLModule(PolicyModule):
         require_at_least(1, {"model.update_epochs": update_epochs, "model.minibatches": minibatches})
         # No default instance: jsonargparse would pass its values to any other class that a user names.
         self.objective = GRPO() if objective is None else objective
-        require_type(Objective, objective=self.objective)
-        require_type(TeacherConfig, teacher=teacher)
+        require_type(Objective, "objective", self.objective)
+        require_type(TeacherConfig, "teacher", teacher)
         measured = 0.0 if policy.finetune == "full" else float(monitor_kl)
         limits = self.micro_batch_tokens, self.max_grad_norm
         self.update = PolicyUpdate(

@@ -92,7 +92,7 @@ class PolicyConfig:
         for name in ("path", "adapter"):  # as text, which a checkpoint can hold
             if (path := getattr(self, name)) is not None:
                 object.__setattr__(self, name, os.fspath(path))
-        require_type(LoraConfig, lora=self.lora)
+        require_type(LoraConfig, "lora", self.lora)
         named_format(self.quantization)
         require_one_of(tuple(DTYPES), "model.policy.dtype", self.dtype)
         require_one_of(("lora", "full"), "model.policy.finetune", self.finetune)

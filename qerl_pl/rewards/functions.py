@@ -2,15 +2,14 @@
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from qerl_pl.errors import UserError
 from qerl_pl.rewards.base import Reward, RewardSample
-from qerl_pl.runtime.import_path import load_named
+from qerl_pl.runtime.import_path import import_path_of, load_named
 
 Function = Callable[..., Any]
 
@@ -93,24 +92,24 @@ class RewardFunction(Reward):
             "log_metric": self._log_metric,
         }
         if samples:
-            self._check_columns([*self.data_columns, *(name for sample in samples for name in sample.columns)])
+            self._check_needs(arguments)
         if self._takes is not None:
             arguments = {name: values for name, values in arguments.items() if name in self._takes}
         return self.function(**arguments)
 
-    def _check_columns(self, columns: Iterable[str]) -> None:
-        """Refuse data of these columns if the function needs another."""
-        found = dict.fromkeys(columns)
-        if missing := [name for name in self._needs if name not in (*_ARGUMENTS, *found)]:
+    def _check_needs(self, given: Collection[str]) -> None:
+        """Refuse data whose columns, which are `given` beside `_ARGUMENTS`, lack one that the function needs."""
+        if missing := [name for name in self._needs if name not in given and name not in _ARGUMENTS]:
+            columns = ", ".join(name for name in given if name not in _ARGUMENTS)
             raise UserError(
                 f"a reward function takes {', '.join(_ARGUMENTS[:-1])}, {_ARGUMENTS[-1]} and the columns of the data; "
                 f"reward {self.name!r} also needs {', '.join(missing)}, and the data has "
-                f"{', '.join(found) or 'no columns'}; correct the argument's name, or give it a default"
+                f"{columns or 'no columns'}; correct the argument's name, or give it a default"
             )
 
     def check_references(self, references: Mapping[str, str]) -> None:
         """Refuse data without a column that the function needs, or without any reference if it takes them."""
-        self._check_columns(self.data_columns)
+        self._check_needs(self.data_columns)
         taken = [name for name in ("answer", "solution") if name in self._needs and name not in self.data_columns]
         if taken and not any(references.values()):
             raise UserError(
@@ -172,11 +171,12 @@ def load_function(name: str) -> Function:
     """
     function = load_named(name, _RULE, "choose one of qerl_pl.rewards, or name the function's module", "reward")
     if inspect.isclass(function):
-        file, _, attribute = name.rpartition(".py:")
-        found = "a class without name, weight and __call__(self, samples); derive it from qerl_pl.rewards.Reward"
-        if file:
-            found = f"a class; name it by import path, {Path(file).name}.{attribute}"
-        raise UserError(f"{_RULE}; {name!r} is {found}")
+        if import_path := import_path_of(name):
+            raise UserError(f"{_RULE}; {name!r} is a class; name it by import path, {import_path}")
+        raise UserError(
+            f"{_RULE}; {name!r} is a class without name, weight and __call__(self, samples); derive it from "
+            "qerl_pl.rewards.Reward"
+        )
     if not callable(function):
         raise UserError(f"{_RULE}; {name!r} is a {type(function).__name__}; name a function")
     return function

@@ -10,6 +10,14 @@ from typing import Any
 
 from qerl_pl.errors import UserError
 
+_IN_FILE = re.compile(r"(?:.*/)?(\w+)\.py:(\w+)")
+
+
+def import_path_of(name: str) -> str | None:
+    """module.object, the import path of `file.py:object`; None for a name of another form."""
+    in_file = _IN_FILE.fullmatch(name)
+    return None if in_file is None else ".".join(in_file.groups())
+
 
 def load_named(name: str, rule: str, remedy: str, kind: str) -> Any:
     """The object of `module.object`, `module:object` or `file.py:object`.
